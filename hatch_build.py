@@ -1,0 +1,21 @@
+"""Build hook: generate kvpool/v1 from proto/kvpool/v1 with the pinned protoc of grpcio-tools."""
+
+from pathlib import Path
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class ProtocHook(BuildHookInterface):
+    def initialize(self, version, build_data):
+        from grpc_tools import protoc
+
+        root = Path(self.root)
+        protos = sorted(str(p) for p in (root / "proto").rglob("*.proto"))
+        out = str(root)
+        status = protoc.main(
+            ["protoc", f"-I{root / 'proto'}", f"--python_out={out}", f"--grpc_python_out={out}",
+             f"--mypy_out={out}", f"--mypy_grpc_out={out}", *protos]
+        )
+        if status:
+            raise RuntimeError(f"protoc failed with status {status} on {protos}")
+        (root / "kvpool" / "v1" / "__init__.py").write_text('"""Generated from proto/kvpool/v1: do not edit."""\n')

@@ -1,0 +1,112 @@
+"""Starts kvpool roles as child processes, waits until each says that it is ready, and stops every one.
+
+A role writes one JSON object with its addresses to stdout once it serves; everything else it says goes to
+stderr, which is kept in a file and quoted when the role fails.
+"""
+
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import msgspec
+
+from kvpool.core.errors import UnavailableError
+
+READY_S = 30.0
+"""How long a role may take to start; preparing its memory is the longest part."""
+
+STOP_S = 10.0
+"""How long a role may take to end after being asked to, before it is killed."""
+
+_LOG_TAIL_BYTES = 2_000
+"""How much of a failed role's log its error quotes."""
+
+
+class RoleProcess:
+    """One `kvpool` role in a process of its own; a context manager that leaves no process behind.
+
+    The child is in its own session: a Ctrl-C reaches only the parent, which then stops its children in order.
+    """
+
+    def __init__(self, role: str, options: Mapping[str, object], log: Path) -> None:
+        self._role = role
+        self._log = log
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        flags = [f"--{name}={value}" for name, value in {**options, "format": "json"}.items()]
+        command = [sys.executable, "-m", "kvpool.cli.main", role, *flags]
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, arguments as a list
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        # Read to the end, not to the ready line: a role must never block on a pipe that nobody empties.
+        self._reader = threading.Thread(
+            target=_forward, args=(self._process.stdout, self._lines), daemon=True
+        )
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def ready(self, timeout_s: float = READY_S) -> dict[str, Any]:
+        """The role's ready line; waits for it.
+
+        Raises:
+            UnavailableError: The role ended, said something else or took too long; quotes the end of its log.
+        """
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise self._failure(f"was not ready within {timeout_s:g} s") from None
+        if not line:
+            raise self._failure(f"ended with status {self._process.wait()} before it was ready")
+        try:
+            return msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise self._failure(f"said {line[:200]!r} instead of that it is ready") from None
+
+    def stop(self) -> None:
+        """Ask the role to end, wait, and kill it if it does not; safe to call again."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+
+    def _failure(self, what: str) -> UnavailableError:
+        tail = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        return UnavailableError(
+            f"kvpool {self._role} (process {self.pid}) {what}; its log ends: {tail or 'empty'}"
+        )
+
+
+def _forward(stdout: IO[bytes], lines: "queue.SimpleQueue[bytes]") -> None:
+    """Pass lines on; an empty one means that there are no more."""
+    with stdout:
+        for line in stdout:
+            lines.put(line)
+    lines.put(b"")

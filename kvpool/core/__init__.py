@@ -1,0 +1,1 @@
+"""Pure state: keys, namespaces, the directory, leases, eviction, slots. No I/O, no clock, no randomness of its own."""

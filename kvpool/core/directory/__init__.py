@@ -1,0 +1,27 @@
+"""The directory of blocks. `Directory` is the interface; the other modules are its parts."""
+
+from kvpool.core.directory.directory import Directory
+from kvpool.core.directory.inventory import AnnouncedBlock
+from kvpool.core.directory.outbox import FreeSlot
+from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, Match, ReserveResult, Share, Want
+from kvpool.core.directory.segments import Segment
+from kvpool.core.directory.state import DirectoryConfig
+from kvpool.core.directory.table import BlockState
+from kvpool.core.directory.tombstones import MissReason
+
+__all__ = [
+    "AnnouncedBlock",
+    "BlockState",
+    "CommitStatus",
+    "Directory",
+    "DirectoryConfig",
+    "DirectoryStats",
+    "FreeSlot",
+    "Location",
+    "Match",
+    "MissReason",
+    "ReserveResult",
+    "Segment",
+    "Share",
+    "Want",
+]

@@ -1,0 +1,188 @@
+"""The forest of chains: who is whose parent, and which blocks are visible.
+
+Keeps the visible blocks prefix-closed: a block is visible exactly when it is complete and its parent is visible or it
+is a root. Blocks whose parent is not in the table wait under the parent's hash and wake when it appears.
+"""
+
+from collections.abc import Callable, Iterator
+
+from kvpool.core.directory.table import NIL, ROOT, BlockState, BlockTable
+
+Index = dict[bytes, int]
+
+
+class Chains:
+    """Parent links, visibility and the index by hash of each namespace.
+
+    Args:
+        blocks: The rows; this class owns their links and states.
+        on_change: Called with a row that may have become evictable or changed its eviction class.
+    """
+
+    def __init__(self, blocks: BlockTable, on_change: Callable[[int], None]) -> None:
+        self.blocks = blocks
+        self.indexes: list[Index] = []
+        self._on_change = on_change
+        self._waiting: list[dict[bytes, set[int]]] = []
+        self._waits_for: dict[int, bytes] = {}
+
+    def add_namespace(self) -> int:
+        """Number of a new, empty namespace."""
+        self.indexes.append({})
+        self._waiting.append({})
+        return len(self.indexes) - 1
+
+    def insert(self, namespace: int, block_hash: bytes, parent_hash: bytes, shards: int, now_us: int) -> int:
+        """Add an in-flight block below ``parent_hash`` (empty: a root) and adopt the blocks that waited for it."""
+        row = self.blocks.add(block_hash, namespace, shards, now_us)
+        index = self.indexes[namespace]
+        index[block_hash] = row
+        if not parent_hash:
+            self.blocks.parent[row] = ROOT
+        else:
+            parent = index.get(parent_hash, NIL)
+            if parent == NIL:
+                self._wait(row, namespace, parent_hash)
+            else:
+                self._link(row, parent)
+        for orphan in sorted(self._waiting[namespace].pop(block_hash, ())):
+            del self._waits_for[orphan]
+            self._link(orphan, row)
+        return row
+
+    def complete(self, row: int) -> None:
+        """All shards are committed: the block turns visible with what waits below it, or dormant."""
+        if self._parent_is_visible(row):
+            self._wake(row)
+        else:
+            self._set_state(row, BlockState.DORMANT)
+
+    def doze(self, row: int) -> None:
+        """Make the block dormant, and the visible part of its subtree with it."""
+        stack = [row]
+        while stack:
+            row = stack.pop()
+            was_visible = self.blocks.state[row] == BlockState.VISIBLE
+            self._set_state(row, BlockState.DORMANT)
+            if was_visible:
+                stack.extend(c for c in self.children(row) if self.blocks.state[c] == BlockState.VISIBLE)
+
+    def remove(self, row: int) -> None:
+        """Take the block out; its children wait for its hash, and its last use and hold pass to its parent."""
+        blocks = self.blocks
+        namespace, block_hash, parent = blocks.namespace[row], blocks.hash[row], blocks.parent[row]
+        children = list(self.children(row))
+        blocks.first_child[row] = NIL
+        for child in children:
+            if blocks.state[child] == BlockState.VISIBLE:
+                self.doze(child)
+            self._wait(child, namespace, block_hash)
+        if parent >= 0:
+            self.fold(row, parent)
+            self._unlink(row, parent)
+        elif parent == NIL:
+            self._stop_waiting(row, namespace)
+        del self.indexes[namespace][block_hash]
+        blocks.free(row)
+        if parent >= 0 and blocks.first_child[parent] == NIL:
+            self._on_change(parent)
+
+    def fold(self, row: int, ancestor: int) -> None:
+        """Keep the latest last use and the longest hold of a block that goes in its ancestor."""
+        blocks = self.blocks
+        blocks.last_use_us[ancestor] = max(blocks.last_use_us[ancestor], blocks.last_use_us[row])
+        blocks.held_until_us[ancestor] = max(blocks.held_until_us[ancestor], blocks.held_until_us[row])
+
+    def children(self, row: int) -> Iterator[int]:
+        """Rows whose parent is ``row``, the newest first."""
+        child = self.blocks.first_child[row]
+        while child != NIL:
+            yield child
+            child = self.blocks.next_sibling[child]
+
+    def parent_hash(self, row: int) -> bytes:
+        """Hash of the parent, present or not; empty for a root."""
+        parent = self.blocks.parent[row]
+        if parent == ROOT:
+            return b""
+        return self.blocks.hash[parent] if parent >= 0 else self._waits_for[row]
+
+    def check_integrity(self) -> None:
+        """Assert that links, index, waiting lists and visibility agree with each other."""
+        blocks = self.blocks
+        for namespace, index in enumerate(self.indexes):
+            for block_hash, row in index.items():
+                assert blocks.hash[row] == block_hash
+                assert blocks.namespace[row] == namespace
+                assert blocks.state[row] != BlockState.FREE
+                self._check_row(row, namespace)
+            for parent_hash, orphans in self._waiting[namespace].items():
+                assert parent_hash not in index
+                assert orphans
+                assert all(self._waits_for[orphan] == parent_hash for orphan in orphans)
+        assert blocks.live == sum(len(index) for index in self.indexes)
+
+    def _check_row(self, row: int, namespace: int) -> None:
+        blocks = self.blocks
+        parent = blocks.parent[row]
+        assert (parent == NIL) == (row in self._waits_for)
+        if parent >= 0:
+            assert row in self.children(parent)
+            assert blocks.namespace[parent] == namespace
+        if blocks.state[row] == BlockState.VISIBLE:
+            assert blocks.missing_shards[row] == 0
+            assert self._parent_is_visible(row), "a visible block's parent is visible"
+        if blocks.state[row] == BlockState.DORMANT and blocks.missing_shards[row] == 0:
+            assert not self._parent_is_visible(row), "a complete block wakes with its parent"
+
+    def _wake(self, row: int) -> None:
+        stack = [row]
+        while stack:
+            row = stack.pop()
+            self._set_state(row, BlockState.VISIBLE)
+            stack.extend(
+                child
+                for child in self.children(row)
+                if self.blocks.state[child] == BlockState.DORMANT and not self.blocks.missing_shards[child]
+            )
+
+    def _set_state(self, row: int, state: BlockState) -> None:
+        self.blocks.state[row] = state
+        if self.blocks.first_child[row] == NIL:
+            self._on_change(row)
+
+    def _parent_is_visible(self, row: int) -> bool:
+        parent = self.blocks.parent[row]
+        return parent == ROOT or (parent >= 0 and self.blocks.state[parent] == BlockState.VISIBLE)
+
+    def _link(self, row: int, parent: int) -> None:
+        blocks = self.blocks
+        eldest = blocks.first_child[parent]
+        blocks.parent[row] = parent
+        blocks.next_sibling[row] = eldest
+        blocks.previous_sibling[row] = NIL
+        if eldest != NIL:
+            blocks.previous_sibling[eldest] = row
+        blocks.first_child[parent] = row
+
+    def _unlink(self, row: int, parent: int) -> None:
+        blocks = self.blocks
+        before, after = blocks.previous_sibling[row], blocks.next_sibling[row]
+        if before == NIL:
+            blocks.first_child[parent] = after
+        else:
+            blocks.next_sibling[before] = after
+        if after != NIL:
+            blocks.previous_sibling[after] = before
+
+    def _wait(self, row: int, namespace: int, parent_hash: bytes) -> None:
+        self.blocks.parent[row] = NIL
+        self._waiting[namespace].setdefault(parent_hash, set()).add(row)
+        self._waits_for[row] = parent_hash
+
+    def _stop_waiting(self, row: int, namespace: int) -> None:
+        parent_hash = self._waits_for.pop(row)
+        orphans = self._waiting[namespace][parent_hash]
+        orphans.discard(row)
+        if not orphans:
+            del self._waiting[namespace][parent_hash]

@@ -1,0 +1,291 @@
+"""The directory: one entry a block, keyed by namespace and chained hash.
+
+This class is the whole interface of the package; it is not thread-safe (its shell holds one lock) and does no I/O.
+Times come from the clock it is given. Rules and their reasons: docs/design/directory.md.
+"""
+
+from collections.abc import Iterable
+
+from kvpool.core.clock import FOREVER_US, Clock, microseconds
+from kvpool.core.directory import inventory, lookup, writing
+from kvpool.core.directory.inventory import AnnouncedBlock
+from kvpool.core.directory.outbox import FreeSlot, Outbox
+from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, Match, ReserveResult
+from kvpool.core.directory.segments import Segment
+from kvpool.core.directory.state import DirectoryConfig, DirectoryState, NamespaceEntry
+from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
+from kvpool.core.directory.tombstones import MissReason
+from kvpool.core.directory.writing import Committed
+from kvpool.core.errors import CapacityError, UsageError
+from kvpool.core.keys import NO_PARENT
+from kvpool.core.limits import NAMESPACES_MAX, SEGMENTS_MAX
+from kvpool.core.namespace import Namespace
+
+
+class Directory:
+    """Which blocks the pool holds, where, and who may write or must free what."""
+
+    def __init__(self, clock: Clock, config: DirectoryConfig | None = None) -> None:
+        self._state = DirectoryState(clock, config or DirectoryConfig())
+        self._segments_opened = 0
+
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Make ``namespace`` known; opening it again changes nothing.
+
+        Raises:
+            CapacityError: `NAMESPACES_MAX` are open.
+        """
+        state = self._state
+        if namespace.id in state.namespaces:
+            return
+        if len(state.namespaces) >= NAMESPACES_MAX:
+            raise CapacityError(f"{NAMESPACES_MAX} namespaces are open, the limit; drop old ones by raising an epoch")
+        entry = NamespaceEntry(state.chains.add_namespace(), namespace)
+        state.namespaces[namespace.id] = entry
+        state.entries.append(entry)
+
+    def namespaces(self) -> list[Namespace]:
+        """The open namespaces, oldest first."""
+        return [entry.namespace for entry in self._state.entries]
+
+    def namespace(self, namespace_id: bytes) -> Namespace:
+        """The open namespace with this id; raises UnknownNamespaceError."""
+        return self._state.entry(namespace_id).namespace
+
+    # Nodes and segments
+
+    def add_segment(self, segment_id: bytes, node_id: str, capacity_bytes: int) -> int:
+        """Open an empty segment of a node and return its number, the name `Location` uses.
+
+        Raises:
+            UsageError: The segment is open already, or its capacity is not positive.
+            CapacityError: Too many segments were opened since the directory was made.
+        """
+        state = self._state
+        if segment_id in state.segments_by_id:
+            raise UsageError(f"segment {segment_id.hex()} is open already; lose it before it joins again")
+        if capacity_bytes <= 0:
+            raise UsageError(f"segment {segment_id.hex()} has a capacity of {capacity_bytes} bytes; give at least a page")
+        if self._segments_opened >= SEGMENTS_MAX:
+            raise CapacityError(f"{SEGMENTS_MAX} segments were opened, the limit; restart the metadata service")
+        segment = Segment(self._segments_opened, segment_id, node_id, capacity_bytes)
+        self._segments_opened += 1
+        state.segments_by_id[segment_id] = segment
+        state.placements.add_segment(segment)
+        state.outboxes.setdefault(node_id, Outbox())
+        return segment.number
+
+    def lose_segment(self, segment_id: bytes) -> int:
+        """Drop what lies on a segment whose node is gone; its blocks' descendants turn dormant.
+
+        Touches that segment's placements and the descendants of what it loses, never other blocks.
+
+        Returns:
+            Placements dropped; 0 for a segment that is not open.
+        """
+        segment = self._state.segments_by_id.get(segment_id)
+        return inventory.lose_segment(self._state, segment) if segment is not None else 0
+
+    def set_accepting(self, segment_id: bytes, *, accepting: bool) -> None:
+        """Whether new blocks may be placed on the segment (a draining node's may not)."""
+        self._state.segments_by_id[segment_id].accepts = accepting
+
+    def segment(self, number: int) -> Segment:
+        """The open segment ``number``, to read only."""
+        return self._state.placements.segments[number]
+
+    def segments(self) -> list[Segment]:
+        """All open segments, to read only."""
+        return list(self._state.placements.segments.values())
+
+    def orders(self, node_id: str, after: int = 0, most: int = 1024) -> list[FreeSlot]:
+        """Orders for a node with numbers above ``after``, in order; they stay until acknowledged."""
+        outbox = self._state.outboxes.get(node_id)
+        return outbox.pending(after, most) if outbox is not None else []
+
+    def acknowledge(self, node_id: str, number: int) -> None:
+        """The node has applied its orders up to ``number``."""
+        outbox = self._state.outboxes.get(node_id)
+        if outbox is not None:
+            outbox.acknowledge(number)
+
+    def announce(self, segment_id: bytes, namespace_id: bytes, blocks: Iterable[AnnouncedBlock]) -> list[bool]:
+        """Take over part of a node's inventory: committed slots, parents in any order.
+
+        Returns:
+            One flag a block; False means the directory does not want it (freed meanwhile, in flight, known on this
+            segment, no room) and the node must free the slot.
+        """
+        state = self._state
+        return inventory.announce(state, state.segments_by_id[segment_id], state.entry(namespace_id), blocks)
+
+    def gone(self, segment_id: bytes, namespace_id: bytes, block_hash: bytes, slot: int, generation: int) -> bool:
+        """The node no longer has this slot; False when the directory does not name it any more."""
+        return self._drop(segment_id, namespace_id, block_hash, slot, generation, MissReason.EXPIRED, order=False)
+
+    def report_bad(self, segment_id: bytes, namespace_id: bytes, block_hash: bytes, slot: int, generation: int) -> bool:
+        """A reader's checksum failed: drop the placement and order its node to quarantine the slot."""
+        dropped = self._drop(
+            segment_id, namespace_id, block_hash, slot, generation, MissReason.VERIFY_FAILED, order=True
+        )
+        self._state.counts["bad_blocks"] += dropped
+        return dropped
+
+    # Readers
+
+    def match(self, namespace_id: bytes, hashes: bytes, lease_s: float = 0.0) -> Match:
+        """Length of the longest visible prefix of the chain; O(log n) look-ups, O(1) lease and touch.
+
+        Args:
+            namespace_id: Its namespace.
+            hashes: The chain from its root, packed.
+            lease_s: Seconds for which the matched blocks will not be evicted; 0 for none. Past the lease cap the
+                match is shortened.
+
+        Raises:
+            InvalidHashError: No hashes, too many, or a wrong length.
+            UnknownNamespaceError: The namespace is not open.
+        """
+        return lookup.match(self._state, namespace_id, hashes, lease_s)
+
+    def locate(
+        self, namespace_id: bytes, hashes: bytes, first: int = 0, shard: int | None = None, lease_s: float = 0.0
+    ) -> Location:
+        """Where blocks ``first``… of the chain lie, as far as they are visible; touches and leases as `match` does.
+
+        ``shard`` limits the answer to one rank's copies.
+        """
+        return lookup.locate(self._state, namespace_id, hashes, first, shard, lease_s)
+
+    def explain(self, namespace_id: bytes, block_hash: bytes) -> MissReason | None:
+        """Why the block cannot be matched; None when it can."""
+        return lookup.explain(self._state, self._state.entry(namespace_id), block_hash)
+
+    # Writers
+
+    def reserve(
+        self,
+        namespace_id: bytes,
+        hashes: bytes,
+        first: int = 0,
+        parent: bytes = NO_PARENT,
+        *,
+        owner: str = "",
+        ttl_s: float = 30.0,
+    ) -> ReserveResult:
+        """Reserve places for blocks ``first``… of a chain, evicting what must go.
+
+        Args:
+            namespace_id: Their namespace.
+            hashes: The chain, packed: from its root, or from below ``parent``.
+            first: The first block to store; the ones before it must be stored or in flight.
+            parent: Hash of the block above ``hashes``, when the chain is not given from its root.
+            owner: Whose writes these are.
+            ttl_s: Blocks not committed by then are freed for others.
+
+        Raises:
+            InvalidHashError: As `match`, or more than `RESERVE_BLOCKS_MAX` blocks from ``first``.
+            NamespaceMismatchError: A block is stored below another parent.
+            UnknownNamespaceError: The namespace is not open.
+        """
+        return writing.reserve(self._state, namespace_id, hashes, first, parent, owner, ttl_s)
+
+    def commit(self, reservation: int, segment_id: bytes, written: list[Committed]) -> list[CommitStatus]:
+        """Shards written on a segment; a block turns visible with its last shard, if its parent is.
+
+        Comes from the segment's node. STALE means that the reservation lost the block: the node frees the slot.
+        """
+        return writing.commit(self._state, reservation, segment_id, written)
+
+    def abort(self, reservation: int, hashes: list[bytes] | None = None) -> int:
+        """Give blocks in flight (all of them by default, all shards of each) back; returns how many."""
+        return writing.abort(self._state, reservation, hashes)
+
+    def expire(self) -> None:
+        """Free abandoned reservations and forget leases that ran out; `reserve` does it too."""
+        self._state.expire()
+
+    # Operators
+
+    def pin(self, namespace_id: bytes, block_hash: bytes, ttl_s: float | None = None) -> bool:
+        """Keep a block and its ancestors from eviction for ``ttl_s`` (soft) or until unpinned (hard)."""
+        row = self._row(namespace_id, block_hash)
+        if row == NIL:
+            return False
+        until_us = FOREVER_US if ttl_s is None else self._state.now_us() + microseconds(ttl_s)
+        self._state.blocks.pinned_until_us[row] = until_us
+        return True
+
+    def unpin(self, namespace_id: bytes, block_hash: bytes) -> bool:
+        """Undo `pin`; leases stay as they are."""
+        row = self._row(namespace_id, block_hash)
+        if self._state.blocks.pinned_until_us.pop(row, None) is None:
+            return False
+        self._state.policy.changed(row)
+        return True
+
+    def stats(self) -> DirectoryStats:
+        """Counts and bytes now."""
+        state, counts = self._state, self._state.counts
+        return DirectoryStats(
+            namespaces=len(state.entries),
+            blocks=state.blocks.live,
+            capacity_bytes=state.placements.capacity_bytes,
+            used_bytes=state.placements.used_bytes,
+            reservations=len(state.reservations),
+            leases=len(state.leases),
+            leased_bytes=state.leases.held_bytes,
+            evicted_blocks=counts["evicted_blocks"],
+            evicted_bytes=counts["evicted_bytes"],
+            expired_blocks=counts["expired_blocks"],
+            lost_blocks=counts["lost_blocks"],
+            bad_blocks=counts["bad_blocks"],
+            refused_blocks=counts["refused_blocks"],
+            orders_pending=sum(len(outbox) for outbox in state.outboxes.values()),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert the invariants that tables, links and accounts must keep; for tests and idle times."""
+        state = self._state
+        state.chains.check_integrity()
+        used = dict.fromkeys(state.placements.segments, 0)
+        for index in state.chains.indexes:
+            for row in index.values():
+                self._check_placements(row, used)
+        for segment in state.placements.segments.values():
+            assert segment.used_bytes == used[segment.number], "bytes used are the sum of the slots"
+            assert segment.blocks == sum(1 for _ in state.placements.of_segment(segment))
+        assert state.placements.used_bytes == sum(used.values())
+
+    def _check_placements(self, row: int, used: dict[int, int]) -> None:
+        state, rows = self._state, self._state.placements.rows
+        placements = list(state.placements.of_block(row))
+        committed = {rows.shard[p] for p in placements if rows.slot[p] != NO_SLOT}
+        entry = state.entries[state.blocks.namespace[row]]
+        assert len(committed) + state.blocks.missing_shards[row] == entry.namespace.shards
+        assert placements or state.blocks.state[row] == BlockState.IN_FLIGHT
+        assert (state.reservations.of_row(row) is not None) == (state.blocks.state[row] == BlockState.IN_FLIGHT)
+        for placement in placements:
+            assert rows.block[placement] == row
+            used[rows.segment[placement]] += entry.slot_bytes
+
+    def _drop(
+        self,
+        segment_id: bytes,
+        namespace_id: bytes,
+        block_hash: bytes,
+        slot: int,
+        generation: int,
+        reason: MissReason,
+        *,
+        order: bool,
+    ) -> bool:
+        segment = self._state.segments_by_id.get(segment_id)
+        if segment is None:
+            return False
+        entry = self._state.entry(namespace_id)
+        return inventory.gone(self._state, segment, entry, block_hash, slot, generation, reason, order=order)
+
+    def _row(self, namespace_id: bytes, block_hash: bytes) -> int:
+        entry = self._state.entry(namespace_id)
+        return self._state.chains.indexes[entry.number].get(block_hash, NIL)

@@ -1,0 +1,44 @@
+"""How many bytes read leases may hold, so that a queue of waiting requests cannot pin the pool.
+
+A lease sits on the deepest matched block and covers its ancestors, so its charge is the whole chain's bytes. Chains that
+share a prefix are charged for it once each: an upper bound, which is why the cap is enforced only while the pool is
+nearly full; before that a lease keeps nobody out (docs/design/directory.md).
+"""
+
+from heapq import heappop, heappush
+
+
+class LeaseLedger:
+    """Charges of the live leases, by row of the leased block."""
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self._charges: dict[int, tuple[int, int]] = {}
+        self._expiry: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._charges)
+
+    def expire(self, now_us: int) -> None:
+        """Forget leases that have run out."""
+        while self._expiry and self._expiry[0][0] <= now_us:
+            until_us, row = heappop(self._expiry)
+            if self._charges.get(row, (0, 0))[0] == until_us:
+                self.drop(row)
+
+    def charge(self, row: int) -> int:
+        """Bytes already charged for a live lease on ``row``."""
+        return self._charges.get(row, (0, 0))[1]
+
+    def grant(self, row: int, chain_bytes: int, until_us: int) -> None:
+        """Lease the chain that ends in ``row``; a longer lease on the same block replaces a shorter one."""
+        old_until_us, old_bytes = self._charges.get(row, (0, 0))
+        if until_us <= old_until_us:
+            return
+        self.held_bytes += chain_bytes - old_bytes
+        self._charges[row] = (until_us, chain_bytes)
+        heappush(self._expiry, (until_us, row))
+
+    def drop(self, row: int) -> None:
+        """The block is gone, or its lease has run out."""
+        self.held_bytes -= self._charges.pop(row, (0, 0))[1]

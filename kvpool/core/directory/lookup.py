@@ -1,0 +1,186 @@
+"""Reading the directory: how long a prefix is there, and where its blocks lie."""
+
+from array import array
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.core.clock import microseconds
+from kvpool.core.directory.chains import Index
+from kvpool.core.directory.results import Location, Match
+from kvpool.core.directory.state import DirectoryState, NamespaceEntry
+from kvpool.core.directory.table import NIL, BlockState
+from kvpool.core.directory.tombstones import MissReason
+from kvpool.core.errors import InvalidHashError
+from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX
+from kvpool.core.keys import count_hashes
+
+LEASE_MARGIN_S = 0.25
+"""The grantor holds a lease this much longer than it says, so that it outlasts the holder's own count."""
+
+
+def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, lease_s: float) -> Match:
+    """See `Directory.match`."""
+    blocks = count_hashes(hashes, MATCH_BLOCKS_MAX)
+    entry = state.entry(namespace_id)
+    index = state.chains.indexes[entry.number]
+    matched = visible_prefix(state, index, hashes, blocks)
+    state.counts["lookups"] += 1
+    state.counts["blocks_asked"] += blocks
+    if matched:
+        matched = _use(state, entry, index, hashes, matched, lease_s)
+    state.counts["blocks_matched"] += matched
+    return Match(matched, None if matched == blocks else explain(state, entry, _hash_at(hashes, matched)))
+
+
+def locate(
+    state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int, shard: int | None, lease_s: float
+) -> Location:
+    """See `Directory.locate`."""
+    blocks = count_hashes(hashes, MATCH_BLOCKS_MAX)
+    if not 0 <= first < blocks:
+        raise InvalidHashError(f"first is {first}; it must be an index into the {blocks} hashes")
+    entry = state.entry(namespace_id)
+    index = state.chains.indexes[entry.number]
+    matched = visible_prefix(state, index, hashes, blocks)
+    if matched:
+        matched = _use(state, entry, index, hashes, matched, lease_s)
+    reason = None if matched == blocks else explain(state, entry, _hash_at(hashes, matched))
+    return _gather(state, index, hashes, first, max(matched, first), shard, reason)
+
+
+def visible_prefix(state: DirectoryState, index: Index, hashes: bytes, blocks: int) -> int:
+    """Length of the visible prefix: gallop, then bisect. Visible blocks are prefix-closed, so O(log n) look-ups do."""
+    states = state.blocks.state
+    low, step = 0, 1
+    while low < blocks:
+        probe = min(low + step, blocks) - 1
+        row = index.get(hashes[probe * HASH_BYTES : (probe + 1) * HASH_BYTES], NIL)
+        if row == NIL or states[row] != BlockState.VISIBLE:
+            break
+        low, step = probe + 1, step * 2
+    else:
+        return blocks
+    high = probe
+    while low < high:
+        middle = (low + high) // 2
+        row = index.get(hashes[middle * HASH_BYTES : (middle + 1) * HASH_BYTES], NIL)
+        if row == NIL or states[row] != BlockState.VISIBLE:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def explain(state: DirectoryState, entry: NamespaceEntry, block_hash: bytes) -> MissReason | None:
+    """Why ``block_hash`` cannot be matched; None if it can."""
+    row = state.chains.indexes[entry.number].get(block_hash, NIL)
+    if row == NIL:
+        tombstone = state.tombstones.find(entry.number, block_hash)
+        return tombstone.reason if tombstone else MissReason.COLD
+    block_state = state.blocks.state[row]
+    if block_state == BlockState.VISIBLE:
+        return None
+    if block_state == BlockState.IN_FLIGHT:
+        return MissReason.IN_FLIGHT
+    if state.blocks.missing_shards[row]:
+        tombstone = state.tombstones.find(entry.number, block_hash)
+        return tombstone.reason if tombstone else MissReason.NODE_DOWN
+    return MissReason.PARENT_MISSING
+
+
+def _use(
+    state: DirectoryState, entry: NamespaceEntry, index: Index, hashes: bytes, matched: int, lease_s: float
+) -> int:
+    """Touch and lease the deepest matched block; fewer blocks when the lease cap allows no more."""
+    now_us = state.now_us()
+    if lease_s > 0:
+        matched = _within_cap(state, entry, index, hashes, matched, now_us)
+        if not matched:
+            return 0
+    row = index[_hash_at(hashes, matched - 1)]
+    state.blocks.last_use_us[row] = now_us
+    if lease_s > 0:
+        until_us = now_us + microseconds(lease_s + LEASE_MARGIN_S)
+        state.hold(row, until_us)
+        state.leases.grant(row, matched * _chain_step(entry), until_us)
+    return matched
+
+
+def _within_cap(
+    state: DirectoryState, entry: NamespaceEntry, index: Index, hashes: bytes, matched: int, now_us: int
+) -> int:
+    capacity_bytes = state.placements.capacity_bytes
+    if state.placements.used_bytes <= state.config.pressure * capacity_bytes:
+        return matched
+    state.leases.expire(now_us)
+    row = index[_hash_at(hashes, matched - 1)]
+    spare_bytes = int(state.config.lease_cap * capacity_bytes) - state.leases.held_bytes + state.leases.charge(row)
+    allowed = min(matched, max(0, spare_bytes // _chain_step(entry)))
+    if allowed < matched:
+        state.counts["matches_shortened"] += 1
+    return allowed
+
+
+def _chain_step(entry: NamespaceEntry) -> int:
+    return entry.slot_bytes * entry.namespace.shards
+
+
+def _hash_at(hashes: bytes, block: int) -> bytes:
+    return hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
+
+
+def _gather(
+    state: DirectoryState,
+    index: Index,
+    hashes: bytes,
+    first: int,
+    end: int,
+    shard: int | None,
+    reason: MissReason | None,
+) -> Location:
+    rows = state.placements.rows
+    block_rows = _visible_rows(state, index, hashes, first, end)
+    end = first + len(block_rows)
+    heads = _take(state.blocks.placement, np.array(block_rows, np.int64))
+    block = np.arange(end - first, dtype=np.uint32)
+    if (_take(rows.next, heads) != NIL).any():
+        block, heads = _all_copies(state, block_rows)
+    shards = _take(rows.shard, heads)
+    if shard is not None and (shards != shard).any():
+        wanted = shards == shard
+        block, heads, shards = block[wanted], heads[wanted], shards[wanted]
+    return Location(
+        blocks=end - first,
+        block=block,
+        shard=shards,
+        segment=_take(rows.segment, heads),
+        slot=_take(rows.slot, heads),
+        generation=_take(rows.generation, heads),
+        checksum=_take(rows.checksum, heads),
+        reason=reason,
+    )
+
+
+def _visible_rows(state: DirectoryState, index: Index, hashes: bytes, first: int, end: int) -> list[int]:
+    """Rows of the slice; cut at the first hole, which only a list that is not one chain can have."""
+    states = state.blocks.state
+    found: list[int] = []
+    for block in range(first, end):
+        row = index.get(hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES], NIL)
+        if row == NIL or states[row] != BlockState.VISIBLE:
+            break
+        found.append(row)
+    return found
+
+
+def _all_copies(state: DirectoryState, block_rows: list[int]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    pairs = [(i, p) for i, row in enumerate(block_rows) for p in state.placements.of_block(row)]
+    table = np.array(pairs, np.int64).reshape(-1, 2)
+    return table[:, 0].astype(np.uint32), table[:, 1]
+
+
+def _take(column: "array[int]", rows: NDArray[np.int64]) -> NDArray[Any]:
+    # A view of an array locks its size while it lives: take the copy and let the view go.
+    return np.frombuffer(column, column.typecode)[rows] if len(column) else np.empty(0, column.typecode)

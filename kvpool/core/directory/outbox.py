@@ -1,0 +1,60 @@
+"""Orders from the directory to a node: free this slot. Numbered, so that a freed block is never resurrected.
+
+Orders travel twice: in the write grant that needs the room, and in order on the node's control stream. Applying one
+again is harmless, since it names the slot's generation. A returning node states the last number it applied; what it
+still announces of the orders after that is ignored.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSlot:
+    """Order ``number``: free ``slot`` of ``segment_id`` if it still holds ``generation``.
+
+    ``rest`` asks for quarantine first: the block was removed by force while a reader may hold a lease on it.
+    """
+
+    number: int
+    segment_id: bytes
+    slot: int
+    generation: int
+    rest: bool
+
+
+class Outbox:
+    """Orders to one node that it has not acknowledged."""
+
+    def __init__(self) -> None:
+        self.last_number = 0
+        self._pending: OrderedDict[int, FreeSlot] = OrderedDict()
+        self._slots: dict[tuple[bytes, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def push(self, segment_id: bytes, slot: int, generation: int, *, rest: bool) -> FreeSlot:
+        """Queue an order and return it with its number."""
+        self.last_number += 1
+        order = FreeSlot(self.last_number, segment_id, slot, generation, rest)
+        self._pending[order.number] = order
+        self._slots[segment_id, slot] = generation
+        return order
+
+    def acknowledge(self, number: int) -> None:
+        """The node has applied all orders up to ``number``."""
+        while self._pending and next(iter(self._pending)) <= number:
+            _, order = self._pending.popitem(last=False)
+            if self._slots.get((order.segment_id, order.slot)) == order.generation:
+                del self._slots[order.segment_id, order.slot]
+
+    def pending(self, after: int, most: int) -> list[FreeSlot]:
+        """Up to ``most`` unacknowledged orders with numbers above ``after``, in order."""
+        oldest = next(iter(self._pending), self.last_number + 1)
+        start = max(after + 1, oldest)
+        return [self._pending[number] for number in range(start, min(start + most, self.last_number + 1))]
+
+    def has_freed(self, segment_id: bytes, slot: int, generation: int) -> bool:
+        """Whether an unacknowledged order frees exactly this slot and generation."""
+        return self._slots.get((segment_id, slot)) == generation

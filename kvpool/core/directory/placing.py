@@ -1,0 +1,80 @@
+"""Where a new block goes and which blocks make room for it: one decision.
+
+While some segment has room: the parent's, unless it is clearly fuller than the mean, else the emptiest. When none has:
+the oldest evictable leaf of the *pool* goes, and the new block takes its place; the parent's segment is preferred when
+its own oldest leaf is nearly as old. Choosing a node first and a victim on it second breaks leaf-first order.
+"""
+
+from collections.abc import Callable
+
+from kvpool.core.directory.segments import Placements, Segment
+from kvpool.core.eviction import Candidate, EvictionPolicy
+
+FILL_SLACK = 0.05
+"""How much fuller than the mean the parent's segment may be and still be preferred."""
+
+
+class Placer:
+    """Chooses segments, evicting through ``evict`` what must go.
+
+    Args:
+        placements: The segments and their accounts.
+        policy: Gives each segment's first victim.
+        evict: Removes a victim and gives its bytes back.
+        age_slack: Share of the oldest leaf's age by which the parent's own oldest leaf may be younger and still go.
+    """
+
+    def __init__(
+        self,
+        placements: Placements,
+        policy: EvictionPolicy,
+        evict: Callable[[int], None],
+        age_slack: float,
+    ) -> None:
+        self._placements = placements
+        self._policy = policy
+        self._evict = evict
+        self._age_slack = age_slack
+
+    def choose(self, slot_bytes: int, near: Segment | None, now_us: int) -> Segment | None:
+        """A segment with room for ``slot_bytes``, after evicting if it must be; None when everything is held."""
+        while True:
+            segment = self._with_room(slot_bytes, near)
+            if segment is not None:
+                return segment
+            victim = self._victim(slot_bytes, near, now_us)
+            if victim is None:
+                return None
+            self._evict(victim.row)
+
+    def _with_room(self, slot_bytes: int, near: Segment | None) -> Segment | None:
+        placements = self._placements
+        if placements.capacity_bytes - placements.used_bytes < slot_bytes:
+            return None
+        if near is not None and near.accepts and near.capacity_bytes - near.used_bytes >= slot_bytes:
+            mean = placements.used_bytes / placements.capacity_bytes
+            if near.used_bytes <= (mean + FILL_SLACK) * near.capacity_bytes:
+                return near
+        roomy = [s for s in placements.segments.values() if s.accepts and s.free_bytes >= slot_bytes]
+        return min(roomy, key=_emptiness, default=None)
+
+    def _victim(self, slot_bytes: int, near: Segment | None, now_us: int) -> Candidate | None:
+        firsts = {
+            number: first
+            for number, segment in self._placements.segments.items()
+            if segment.accepts and segment.capacity_bytes >= slot_bytes
+            if (first := self._policy.first(number, now_us)) is not None
+        }
+        if not firsts:
+            return None
+        oldest = min(firsts.values())
+        own = firsts.get(near.number) if near is not None else None
+        return own if own is not None and self._nearly_as_old(own, oldest, now_us) else oldest
+
+    def _nearly_as_old(self, own: Candidate, oldest: Candidate, now_us: int) -> bool:
+        age_us = now_us - oldest.last_use_us
+        return own.rank == oldest.rank and own.last_use_us - oldest.last_use_us <= self._age_slack * age_us
+
+
+def _emptiness(segment: Segment) -> tuple[float, int]:
+    return segment.fill, segment.number

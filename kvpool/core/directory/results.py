@@ -1,0 +1,116 @@
+"""What the directory answers: small frozen records, packed where there is one value a block."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.core.directory.outbox import FreeSlot
+from kvpool.core.directory.tombstones import MissReason
+
+
+class Want(IntEnum):
+    """What `reserve` says of one block."""
+
+    WANTED = 0
+    """Write it: it has a place and a grant."""
+    EXISTS = 1
+    """Stored already (first writer wins)."""
+    IN_FLIGHT = 2
+    """Another writer is at it."""
+    NO_ROOM = 3
+    """Everything in the pool is held, or the chain above it found no room."""
+
+
+class CommitStatus(IntEnum):
+    """What `commit` says of one block."""
+
+    COMMITTED = 0
+    STALE = 1
+    """The reservation no longer owns the block: the node must free the slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Leading blocks that are visible and, if asked for, leased; and why the next one is not."""
+
+    blocks: int
+    reason: MissReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where the blocks of a chain's slice lie: one element a copy, blocks in chain order.
+
+    Attributes:
+        blocks: Blocks located: the visible ones of the slice.
+        block: Index of the copy's block within the slice, uint32.
+        shard: uint16.
+        segment: Segment number, uint16.
+        slot: uint32.
+        generation: uint64.
+        checksum: uint64.
+        reason: Why the next block is missing; None when the whole slice is there.
+    """
+
+    blocks: int
+    block: NDArray[np.uint32]
+    shard: NDArray[np.uint16]
+    segment: NDArray[np.uint16]
+    slot: NDArray[np.uint32]
+    generation: NDArray[np.uint64]
+    checksum: NDArray[np.uint64]
+    reason: MissReason | None
+
+
+@dataclass(slots=True)
+class Share:
+    """The part of a reservation on one segment: what its node must store, and what it frees for it.
+
+    Attributes:
+        indexes: Indexes of the blocks in the reserved slice.
+        shards: Their shards.
+        victims: Orders that make the room.
+    """
+
+    indexes: list[int] = field(default_factory=list)
+    shards: list[int] = field(default_factory=list)
+    victims: list[FreeSlot] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveResult:
+    """Answer to `reserve`.
+
+    Attributes:
+        reservation: The write token, or 0 when nothing is wanted.
+        wants: One `Want` a block of the slice.
+        shares: By segment number.
+        missing_from: Index in the chain of the first ancestor that is not there (-1: the given parent), or None.
+    """
+
+    reservation: int
+    wants: bytes
+    shares: dict[int, Share]
+    missing_from: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStats:
+    """Counts and bytes, at one moment."""
+
+    namespaces: int
+    blocks: int
+    capacity_bytes: int
+    used_bytes: int
+    reservations: int
+    leases: int
+    leased_bytes: int
+    evicted_blocks: int
+    evicted_bytes: int
+    expired_blocks: int
+    lost_blocks: int
+    bad_blocks: int
+    refused_blocks: int
+    orders_pending: int

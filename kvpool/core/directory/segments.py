@@ -1,0 +1,137 @@
+"""The segments blocks can be placed on, how full they are, and the placements on each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvpool.core.directory.table import NIL, BlockTable, PlacementTable
+
+
+@dataclass(slots=True)
+class Segment:
+    """One kind of memory of one store node.
+
+    Attributes:
+        number: The directory's short name for it; never reused while the directory lives.
+        capacity_bytes: Bytes its slots may take.
+        used_bytes: Sum of the slots of its placements, reserved and committed.
+        accepts: False while its node drains: nothing new is placed there.
+        first: First row of its list of placements.
+        blocks: Length of that list.
+    """
+
+    number: int
+    segment_id: bytes
+    node_id: str
+    capacity_bytes: int
+    used_bytes: int = 0
+    accepts: bool = True
+    first: int = NIL
+    blocks: int = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can be placed without evicting."""
+        return self.capacity_bytes - self.used_bytes
+
+    @property
+    def fill(self) -> float:
+        """Used share of the capacity."""
+        return self.used_bytes / self.capacity_bytes
+
+
+class Placements:
+    """Which block lies where: keeps the two lists every placement is on, and the segments' accounts.
+
+    Every byte is accounted here and nowhere else, so `used_bytes` is the sum of the slots by construction.
+    """
+
+    def __init__(self, blocks: BlockTable) -> None:
+        self.rows = PlacementTable()
+        self.segments: dict[int, Segment] = {}
+        self.capacity_bytes = 0
+        self.used_bytes = 0
+        self._blocks = blocks
+
+    def add_segment(self, segment: Segment) -> None:
+        """Open an empty segment."""
+        self.segments[segment.number] = segment
+        self.capacity_bytes += segment.capacity_bytes
+
+    def remove_segment(self, segment: Segment) -> None:
+        """Close a segment whose placements are all gone."""
+        assert segment.first == NIL
+        del self.segments[segment.number]
+        self.capacity_bytes -= segment.capacity_bytes
+
+    def add(self, block: int, shard: int, segment: Segment, slot_bytes: int) -> int:
+        """Reserve ``slot_bytes`` on ``segment`` for one shard of ``block``."""
+        rows = self.rows
+        placement = rows.add(block, shard, segment.number)
+        head = self._blocks.placement[block]
+        if head == NIL:
+            self._blocks.home_segment[block] = segment.number
+        rows.next[placement] = head
+        self._blocks.placement[block] = placement
+        rows.segment_next[placement] = segment.first
+        rows.segment_previous[placement] = NIL
+        if segment.first != NIL:
+            rows.segment_previous[segment.first] = placement
+        segment.first = placement
+        segment.blocks += 1
+        segment.used_bytes += slot_bytes
+        self.used_bytes += slot_bytes
+        return placement
+
+    def remove(self, placement: int, slot_bytes: int) -> None:
+        """Take the placement off its block and its segment and give its bytes back."""
+        rows = self.rows
+        self._unlink_from_block(placement)
+        segment = self.segments[rows.segment[placement]]
+        before, after = rows.segment_previous[placement], rows.segment_next[placement]
+        if before == NIL:
+            segment.first = after
+        else:
+            rows.segment_next[before] = after
+        if after != NIL:
+            rows.segment_previous[after] = before
+        segment.blocks -= 1
+        segment.used_bytes -= slot_bytes
+        self.used_bytes -= slot_bytes
+        rows.free(placement)
+
+    def of_block(self, block: int) -> Iterator[int]:
+        """Placement rows of ``block``; safe against removal of the row just given."""
+        placement = self._blocks.placement[block]
+        while placement != NIL:
+            following = self.rows.next[placement]
+            yield placement
+            placement = following
+
+    def of_segment(self, segment: Segment) -> Iterator[int]:
+        """Placement rows of ``segment``; safe against removal of the row just given."""
+        placement = segment.first
+        while placement != NIL:
+            following = self.rows.segment_next[placement]
+            yield placement
+            placement = following
+
+    def find(self, block: int, shard: int, segment: int) -> int:
+        """The placement of ``shard`` of ``block`` on ``segment``, or NIL."""
+        rows = self.rows
+        placement = self._blocks.placement[block]
+        while placement != NIL and (rows.shard[placement] != shard or rows.segment[placement] != segment):
+            placement = rows.next[placement]
+        return placement
+
+    def _unlink_from_block(self, placement: int) -> None:
+        rows, block = self.rows, self.rows.block[placement]
+        head = self._blocks.placement[block]
+        if head == placement:
+            self._blocks.placement[block] = rows.next[placement]
+        else:
+            while rows.next[head] != placement:
+                head = rows.next[head]
+            rows.next[head] = rows.next[placement]
+        remaining = self._blocks.placement[block]
+        if remaining != NIL:
+            self._blocks.home_segment[block] = rows.segment[remaining]

@@ -1,0 +1,152 @@
+"""The directory's state and the transitions that every operation is made of."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvpool.core.clock import Clock, microseconds
+from kvpool.core.directory.chains import Chains
+from kvpool.core.directory.leases import LeaseLedger
+from kvpool.core.directory.outbox import FreeSlot, Outbox
+from kvpool.core.directory.placing import Placer
+from kvpool.core.directory.reservations import Reservations
+from kvpool.core.directory.segments import Placements, Segment
+from kvpool.core.directory.table import NIL, NO_SLOT, BlockState, BlockTable
+from kvpool.core.directory.tombstones import MissReason, Tombstones
+from kvpool.core.errors import UnknownNamespaceError
+from kvpool.core.eviction import create_policy
+from kvpool.core.limits import PAGE_BYTES
+from kvpool.core.namespace import Namespace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryConfig:
+    """How a directory decides.
+
+    Attributes:
+        policy: Eviction policy, a name in `kvpool.core.eviction.POLICIES`.
+        lease_cap: Share of the capacity that leases may hold while the pool is nearly full.
+        pressure: Fill above which the pool counts as nearly full.
+        age_slack: See `Placer`.
+        tombstones: How many departed blocks `explain` remembers.
+    """
+
+    policy: str = "lru"
+    lease_cap: float = 0.5
+    pressure: float = 0.95
+    age_slack: float = 0.05
+    tombstones: int = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceEntry:
+    """A namespace as the directory knows it."""
+
+    number: int
+    namespace: Namespace
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes a slot takes: the block, up to the next page."""
+        return -(-self.namespace.block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class DirectoryState:
+    """Tables, chains, accounts and the transitions between their states. See the modules beside this one."""
+
+    def __init__(self, clock: Clock, config: DirectoryConfig) -> None:
+        self.config = config
+        self.counts: Counter[str] = Counter()
+        self.blocks = BlockTable()
+        self.policy = create_policy(config.policy, self.blocks)
+        self.chains = Chains(self.blocks, self.policy.changed)
+        self.placements = Placements(self.blocks)
+        self.placer = Placer(self.placements, self.policy, self.evict, config.age_slack)
+        self.reservations = Reservations()
+        self.leases = LeaseLedger()
+        self.tombstones = Tombstones(config.tombstones)
+        self.outboxes: dict[str, Outbox] = {}
+        self.namespaces: dict[bytes, NamespaceEntry] = {}
+        self.entries: list[NamespaceEntry] = []
+        self.segments_by_id: dict[bytes, Segment] = {}
+        self.victims: list[tuple[int, FreeSlot]] = []
+        """(segment number, order) of what was freed since the list was last cleared."""
+        self._clock = clock
+
+    def now_us(self) -> int:
+        """The clock's time in microseconds."""
+        return microseconds(self._clock())
+
+    def entry(self, namespace_id: bytes) -> NamespaceEntry:
+        """The open namespace ``namespace_id``; raises UnknownNamespaceError."""
+        entry = self.namespaces.get(namespace_id)
+        if entry is None:
+            raise UnknownNamespaceError(
+                f"namespace {namespace_id.hex()[:16]} is not open here; open it with its document first"
+            )
+        return entry
+
+    def hold(self, row: int, until_us: int) -> None:
+        """Keep ``row``, and so its ancestors, from eviction until then."""
+        if until_us > self.blocks.held_until_us[row]:
+            self.blocks.held_until_us[row] = until_us
+
+    def evict(self, row: int) -> None:
+        """Remove a leaf that the policy gave up; nobody holds it, so its slots are reusable at once."""
+        self.counts["evicted_blocks"] += 1
+        self.counts["evicted_bytes"] += self._slot_bytes(row) * sum(1 for _ in self.placements.of_block(row))
+        self.remove_block(row, MissReason.EVICTED)
+
+    def remove_block(self, row: int, reason: MissReason) -> None:
+        """Take the block out with all its placements, ordering their nodes to free the slots."""
+        rest = self.blocks.hold_us(row) > self.now_us()
+        for placement in self.placements.of_block(row):
+            self._order_free(placement, rest=rest)
+            self.placements.remove(placement, self._slot_bytes(row))
+        self._forget(row, reason)
+
+    def drop_placement(self, placement: int, reason: MissReason, *, order: bool) -> None:
+        """One copy of one shard is gone, or must go (``order``); what becomes of its block follows from what is left."""
+        rows, blocks = self.placements.rows, self.blocks
+        row, shard = rows.block[placement], rows.shard[placement]
+        if order:
+            self._order_free(placement, rest=True)
+        self.placements.remove(placement, self._slot_bytes(row))
+        if blocks.placement[row] == NIL:
+            self._forget(row, reason)
+        elif blocks.state[row] == BlockState.IN_FLIGHT:
+            self.remove_block(row, reason)
+        elif any(rows.shard[p] == shard for p in self.placements.of_block(row)):
+            self.policy.changed(row)
+        else:
+            blocks.missing_shards[row] += 1
+            self.chains.doze(row)
+            self.tombstones.bury(blocks.namespace[row], blocks.hash[row], reason, self.now_us())
+            self.policy.changed(row)
+
+    def expire(self) -> None:
+        """Free what abandoned reservations still hold, and forget leases that ran out."""
+        now_us = self.now_us()
+        for reservation in self.reservations.due(now_us):
+            for row in list(reservation.rows):
+                self.counts["expired_blocks"] += 1
+                self.remove_block(row, MissReason.EXPIRED)
+        self.leases.expire(now_us)
+
+    def _forget(self, row: int, reason: MissReason) -> None:
+        blocks = self.blocks
+        self.tombstones.bury(blocks.namespace[row], blocks.hash[row], reason, self.now_us())
+        self.reservations.release(row)
+        self.leases.drop(row)
+        self.chains.remove(row)
+
+    def _order_free(self, placement: int, *, rest: bool) -> None:
+        rows = self.placements.rows
+        if rows.slot[placement] == NO_SLOT:
+            return
+        segment = self.placements.segments[rows.segment[placement]]
+        outbox = self.outboxes.setdefault(segment.node_id, Outbox())
+        order = outbox.push(segment.segment_id, rows.slot[placement], rows.generation[placement], rest=rest)
+        self.victims.append((segment.number, order))
+
+    def _slot_bytes(self, row: int) -> int:
+        return self.entries[self.blocks.namespace[row]].slot_bytes

@@ -1,0 +1,196 @@
+"""Writing through the directory: reserve, commit, abort."""
+
+from kvpool.core.clock import microseconds
+from kvpool.core.directory.chains import Index
+from kvpool.core.directory.lookup import visible_prefix
+from kvpool.core.directory.reservations import Reservation
+from kvpool.core.directory.results import CommitStatus, ReserveResult, Share, Want
+from kvpool.core.directory.segments import Segment
+from kvpool.core.directory.state import DirectoryState, NamespaceEntry
+from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
+from kvpool.core.directory.tombstones import MissReason
+from kvpool.core.errors import InvalidHashError, NamespaceMismatchError
+from kvpool.core.keys import count_hashes, split_hashes
+from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX, RESERVE_BLOCKS_MAX
+
+Committed = tuple[bytes, int, int, int, int]
+"""(hash, shard, slot, generation, checksum) of one written shard."""
+
+
+def reserve(
+    state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int, parent: bytes, owner: str, ttl_s: float
+) -> ReserveResult:
+    """See `Directory.reserve`."""
+    blocks = count_hashes(hashes, MATCH_BLOCKS_MAX)
+    if not 0 <= first < blocks or blocks - first > RESERVE_BLOCKS_MAX:
+        raise InvalidHashError(
+            f"first is {first} of {blocks} hashes; reserve from 1 to {RESERVE_BLOCKS_MAX} blocks at a time"
+        )
+    entry = state.entry(namespace_id)
+    state.expire()
+    index = state.chains.indexes[entry.number]
+    missing_from = _missing_ancestor(state, index, hashes, first, parent)
+    if missing_from is not None:
+        return ReserveResult(0, b"", {}, missing_from)
+    chain = split_hashes(hashes[first * HASH_BYTES :])
+    above = hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES] if first else parent
+    return _Writer(state, entry, index, owner, ttl_s).reserve(chain, above, first)
+
+
+def commit(
+    state: DirectoryState, reservation_number: int, segment_id: bytes, written: list[Committed]
+) -> list[CommitStatus]:
+    """See `Directory.commit`."""
+    reservation = state.reservations.get(reservation_number)
+    segment = state.segments_by_id.get(segment_id)
+    if reservation is None or segment is None:
+        return [CommitStatus.STALE] * len(written)
+    index = state.chains.indexes[reservation.namespace]
+    return [_commit_one(state, reservation, segment, index, item) for item in written]
+
+
+def abort(state: DirectoryState, reservation_number: int, hashes: list[bytes] | None) -> int:
+    """See `Directory.abort`."""
+    reservation = state.reservations.get(reservation_number)
+    if reservation is None:
+        return 0
+    if hashes is None:
+        rows = list(reservation.rows)
+    else:
+        index = state.chains.indexes[reservation.namespace]
+        rows = [row for row in (index.get(h, NIL) for h in hashes) if row in reservation.rows]
+    for row in rows:
+        state.remove_block(row, MissReason.EXPIRED)
+    return len(rows)
+
+
+class _Writer:
+    """One `reserve`: walks the slice block by block, placing what is wanted."""
+
+    def __init__(
+        self, state: DirectoryState, entry: NamespaceEntry, index: Index, owner: str, ttl_s: float
+    ) -> None:
+        self.state = state
+        self.entry = entry
+        self.index = index
+        self.now_us = state.now_us()
+        self.deadline_us = self.now_us + microseconds(ttl_s)
+        self.reservation = state.reservations.open(entry.number, owner, self.deadline_us)
+        self.shares: dict[int, Share] = {}
+
+    def reserve(self, chain: list[bytes], above: bytes, first: int) -> ReserveResult:
+        state, wants = self.state, bytearray(len(chain))
+        state.victims.clear()
+        near = self._segment_of(self.index.get(above, NIL))
+        for i, block_hash in enumerate(chain):
+            row = self._present(block_hash, above, first + i)
+            if row != NIL:
+                near = self._segment_of(row) or near
+                in_flight = state.blocks.state[row] == BlockState.IN_FLIGHT
+                wants[i] = Want.IN_FLIGHT if in_flight else Want.EXISTS
+            else:
+                near = self._place(block_hash, above, i, near)
+                if near is None:
+                    wants[i:] = bytes([Want.NO_ROOM]) * (len(chain) - i)
+                    state.counts["refused_blocks"] += len(chain) - i
+                    break
+            above = block_hash
+        return self._result(bytes(wants))
+
+    def _present(self, block_hash: bytes, above: bytes, block: int) -> int:
+        """The row of a block that need not be written, or NIL."""
+        state = self.state
+        row = self.index.get(block_hash, NIL)
+        if row == NIL:
+            return NIL
+        if state.chains.parent_hash(row) != above:
+            raise self._not_one_chain(block)
+        if state.blocks.state[row] == BlockState.DORMANT and state.blocks.missing_shards[row]:
+            # A shard was lost: write the block anew rather than wait for a node that may never come back.
+            state.remove_block(row, MissReason.NODE_DOWN)
+            return NIL
+        return row
+
+    def _place(self, block_hash: bytes, above: bytes, i: int, near: Segment | None) -> Segment | None:
+        """Reserve all shards of one block; None, with nothing changed, when there is no room.
+
+        The row is linked before room is made: as an in-flight child it keeps its ancestors from being the victims.
+        """
+        state, slot_bytes = self.state, self.entry.slot_bytes
+        segments: list[Segment] = []
+        shards = self.entry.namespace.shards
+        row = state.chains.insert(self.entry.number, block_hash, above, shards, self.now_us)
+        state.reservations.claim(self.reservation, row)
+        for shard in range(shards):
+            segment = state.placer.choose(slot_bytes, near, self.now_us)
+            if segment is None:
+                state.remove_block(row, MissReason.COLD)
+                return None
+            state.placements.add(row, shard, segment, slot_bytes)
+            segments.append(segment)
+            near = segment
+        for shard, segment in enumerate(segments):
+            share = self.shares.get(segment.number)
+            if share is None:
+                share = self.shares[segment.number] = Share()
+            share.indexes.append(i)
+            share.shards.append(shard)
+        return near
+
+    def _segment_of(self, row: int) -> Segment | None:
+        if row == NIL or self.state.blocks.placement[row] == NIL:
+            return None
+        return self.state.placements.segments.get(self.state.blocks.home_segment[row])
+
+    def _result(self, wants: bytes) -> ReserveResult:
+        for segment, order in self.state.victims:
+            if segment in self.shares:
+                self.shares[segment].victims.append(order)
+        if not self.shares:
+            self.state.reservations.close(self.reservation)
+            return ReserveResult(0, wants, {}, None)
+        return ReserveResult(self.reservation.number, wants, self.shares, None)
+
+    def _not_one_chain(self, block: int) -> NamespaceMismatchError:
+        if not self.reservation.rows:
+            self.state.reservations.close(self.reservation)
+        for row in list(self.reservation.rows):
+            self.state.remove_block(row, MissReason.EXPIRED)
+        return NamespaceMismatchError(
+            f"hashes[{block}] is stored below another parent: the hashes are not one chain; give them from the root"
+        )
+
+
+def _missing_ancestor(
+    state: DirectoryState, index: Index, hashes: bytes, first: int, parent: bytes
+) -> int | None:
+    if parent and parent not in index:
+        return -1
+    if not first:
+        return None
+    for block in range(visible_prefix(state, index, hashes, first), first):
+        if hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES] not in index:
+            return block
+    return None
+
+
+def _commit_one(
+    state: DirectoryState, reservation: Reservation, segment: Segment, index: Index, written: Committed
+) -> CommitStatus:
+    block_hash, shard, slot, generation, checksum = written
+    row = index.get(block_hash, NIL)
+    if row not in reservation.rows:
+        return CommitStatus.STALE
+    rows = state.placements.rows
+    placement = state.placements.find(row, shard, segment.number)
+    if placement == NIL or rows.slot[placement] != NO_SLOT:
+        return CommitStatus.STALE
+    rows.slot[placement] = slot
+    rows.generation[placement] = generation
+    rows.checksum[placement] = checksum
+    state.blocks.missing_shards[row] -= 1
+    if not state.blocks.missing_shards[row]:
+        state.reservations.release(row)
+        state.blocks.last_use_us[row] = state.now_us()
+        state.chains.complete(row)
+    return CommitStatus.COMMITTED

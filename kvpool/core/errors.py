@@ -1,0 +1,84 @@
+"""The exceptions kvpool raises. Misses, time-outs and partial loads are values, not exceptions.
+
+KvpoolError
+├── UsageError              the caller's mistake; retrying cannot help
+│   ├── InvalidHashError        a hash of the wrong length, or an empty or oversized batch
+│   ├── InvalidBufferError      too small, read-only, not contiguous
+│   ├── InvalidNamespaceError   a document that cannot name a namespace
+│   ├── NamespaceMismatchError  a block size, shard or chain that is not the namespace's
+│   ├── ClosedError             use after close()
+│   └── SettingsError           a setting that cannot be: names the key, the value and the fix
+├── UnavailableError        the pool cannot be reached now; retrying may help
+│   └── DeadlineError           the call's deadline ran out
+├── ProtocolError           the peer sent what the wire contract does not allow; the connection is closed
+├── UnknownNamespaceError   the service does not know the namespace (it restarted): open it again
+└── CapacityError           memory that cannot be had: segment too large, limits reached
+"""
+
+__all__ = [
+    "CapacityError",
+    "ClosedError",
+    "DeadlineError",
+    "InvalidBufferError",
+    "InvalidHashError",
+    "InvalidNamespaceError",
+    "KvpoolError",
+    "NamespaceMismatchError",
+    "ProtocolError",
+    "SettingsError",
+    "UnavailableError",
+    "UnknownNamespaceError",
+    "UsageError",
+]
+
+
+class KvpoolError(Exception):
+    """Root of everything kvpool raises on purpose."""
+
+
+class UsageError(KvpoolError, ValueError):
+    """The call itself is wrong; the message names the value and the fix."""
+
+
+class InvalidHashError(UsageError):
+    """Block hashes that cannot be looked up."""
+
+
+class InvalidBufferError(UsageError):
+    """A buffer that cannot hold, or cannot give, a block's bytes."""
+
+
+class InvalidNamespaceError(UsageError):
+    """A namespace document with a missing or impossible field."""
+
+
+class NamespaceMismatchError(UsageError):
+    """The call does not fit the namespace it names."""
+
+
+class ClosedError(UsageError):
+    """The client, node or service was closed before the call."""
+
+
+class SettingsError(UsageError):
+    """A setting that cannot be used; raised before anything starts."""
+
+
+class UnavailableError(KvpoolError):
+    """A peer cannot be reached; the data path turns this into misses."""
+
+
+class DeadlineError(UnavailableError):
+    """The call did not end within its deadline."""
+
+
+class ProtocolError(KvpoolError):
+    """A peer broke the wire contract; its connection must not be used again."""
+
+
+class UnknownNamespaceError(KvpoolError):
+    """The service has not seen this namespace's document since it started."""
+
+
+class CapacityError(KvpoolError):
+    """Memory or a table limit that cannot be provided; the message names the limit and how to raise it."""

@@ -1,0 +1,1 @@
+"""What every process of the pool needs to be operated: settings and logs."""
