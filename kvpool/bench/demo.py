@@ -59,6 +59,8 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"engines are {self.engines}; they must be from 1 to {ENGINES_MAX}")
         if not 1 <= self.nodes <= NODES_MAX:
             raise UsageError(f"nodes are {self.nodes}; they must be from 1 to {NODES_MAX}")
+        if self.node_bytes is not None and self.node_bytes < max(PAGE_BYTES, self.block_bytes):
+            raise UsageError(f"nodes of {self.node_bytes} bytes cannot hold one block; write e.g. 1GiB")
         check_block_bytes(self.block_bytes)
 
     def fitted(self, workload: Workload) -> "DemoSettings":
@@ -71,7 +73,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         pages = self.engine_pages or ENGINE_PROMPTS * longest
         if pages < longest:
             raise UsageError(
-                f"engine pages are {pages}, but the longest prompt has {longest} blocks; give at least as many"
+                f"engine pages are {pages}, but the longest prompt has {longest} blocks; give as many"
             )
         slot_bytes = -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
         wanted = int(workload.unique_blocks() * slot_bytes * POOL_HEADROOM / self.nodes)
@@ -222,7 +224,7 @@ def serve_all(workload: Workload, engines: Sequence[Engine], on_request: Callabl
 def _pool(settings: DemoSettings) -> Iterator[str]:
     """A metadata service and store nodes on free loopback ports; yields the pool's address.
 
-    Segments lie in a folder of their own, removed in the end: a node leaves its blocks there for its next start.
+    Segments lie in a folder of their own, removed in the end: a node leaves them there for its next start.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-demo-")))

@@ -27,6 +27,10 @@ BLOCK_BYTES_UNIT = 16
 LEASE_S = 2.0
 """How long matched blocks are asked to stay: many times what loading the longest chain takes."""
 
+_GROUP_BLOCKS = 32
+"""Blocks computed or compared at once: one at a time, four threads spend their time passing the interpreter
+lock (they compare 1.3 GB/s together, against 10.8 in groups)."""
+
 _PATTERN_SEED = 0x6B76706F6F6C
 
 
@@ -164,7 +168,6 @@ class PagedBuffer:
         words = block_bytes // BLOCK_BYTES_UNIT
         self._planes = np.zeros((2, pages, words), np.uint64)
         self._pattern = np.random.default_rng(_PATTERN_SEED).integers(0, 1 << 63, (2, words), np.uint64)
-        self._expected = np.empty_like(self._pattern)
         self._pieces = [
             [memoryview(plane[page]).cast("B") for plane in self._planes] for page in range(pages)
         ]
@@ -173,14 +176,26 @@ class PagedBuffer:
         """The memory of ``pages``, writable; it stays the buffer's."""
         return [self._pieces[page] for page in pages]
 
-    def compute(self, page: int, block: bytes) -> None:
-        """Write the bytes that the block must have: a fixed pattern, mixed with the block's hash."""
-        np.bitwise_xor(self._pattern, _words(block), out=self._planes[:, page])
+    def compute(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Write the bytes that the blocks must have: a fixed pattern, mixed with each block's hash."""
+        for start in range(0, len(pages), _GROUP_BLOCKS):
+            group = slice(start, start + _GROUP_BLOCKS)
+            self._planes[:, pages[group]] = self._expected(hashes[group])
 
-    def holds(self, page: int, block: bytes) -> bool:
-        """Whether the page has, byte for byte, what `compute` would write."""
-        np.bitwise_xor(self._pattern, _words(block), out=self._expected)
-        return np.array_equal(self._expected, self._planes[:, page])
+    def wrong(self, pages: Sequence[int], hashes: Sequence[bytes]) -> list[int]:
+        """Indexes of the blocks whose pages differ in any byte from what `compute` would write."""
+        found: list[int] = []
+        for start in range(0, len(pages), _GROUP_BLOCKS):
+            group = slice(start, start + _GROUP_BLOCKS)
+            actual, expected = self._planes[:, pages[group]], self._expected(hashes[group])
+            if not np.array_equal(actual, expected):
+                found += (start + np.flatnonzero((actual != expected).any(axis=(0, 2)))).tolist()
+        return found
+
+    def _expected(self, hashes: Sequence[bytes]) -> NDArray[np.uint64]:
+        """Planes of the blocks' bytes; each plane takes its own word of the hash."""
+        words = np.frombuffer(b"".join(hashes), np.uint64).reshape(len(hashes), -1)
+        return self._pattern[:, np.newaxis] ^ words[:, : len(self._pattern)].T[:, :, np.newaxis]
 
 
 class Engine:
@@ -216,8 +231,7 @@ class Engine:
             offered = self._pool.match(chain, lease_s=LEASE_S).blocks
             pages = self._cache.admit(hashes)
             reused = self._load(chain, hashes, pages, local, offered)
-            for page, block in zip(pages[reused:], hashes[reused:], strict=True):
-                self._buffer.compute(page, block)
+            self._buffer.compute(pages[reused:], hashes[reused:])
             self._save(chain, pages, reused)
         self._stats += EngineStats(
             requests=1,
@@ -234,18 +248,18 @@ class Engine:
             began_s = time.perf_counter()
             loaded = self._pool.load(chain, self._buffer.pieces(pages[start:stop]), first=start).loaded
             load_s = time.perf_counter() - began_s
-            arrived = range(start, start + loaded)
-            wrong = [i for i in arrived if not self._buffer.holds(pages[i], hashes[i])]
+            arrived = start + loaded
+            wrong = self._buffer.wrong(pages[start:arrived], hashes[start:arrived])
             ended = bool(wrong) or loaded < stop - start
             self._stats += EngineStats(
                 loaded_blocks=loaded,
                 loaded_bytes=loaded * self._block_bytes,
                 load_s=load_s,
                 mismatches=len(wrong),
-                undelivered_blocks=offered - arrived.stop if ended else 0,
+                undelivered_blocks=offered - arrived if ended else 0,
             )
             if ended:
-                return min(wrong, default=arrived.stop)
+                return start + min(wrong, default=loaded)
         return max(first, offered)
 
     def _save(self, chain: bytes, pages: Sequence[int], first: int) -> None:
@@ -283,8 +297,3 @@ def check_block_bytes(block_bytes: int) -> None:
 def _batches(first: int, end: int) -> Iterator[tuple[int, int]]:
     for start in range(first, end, BATCH_BLOCKS):
         yield start, min(start + BATCH_BLOCKS, end)
-
-
-def _words(block: bytes) -> NDArray[np.uint64]:
-    """One word of the hash for each plane."""
-    return np.frombuffer(block, np.uint64, count=2).reshape(2, 1)

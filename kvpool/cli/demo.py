@@ -4,30 +4,21 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from kvpool.bench.demo import ENGINES_MAX, NODES_MAX, DemoReport, DemoSettings, run_demo
 from kvpool.bench.trace import read_trace
 from kvpool.bench.workload import AgentSettings, Workload, agent_workload
+from kvpool.cli.output import Format, FormatOption, emit, table
 from kvpool.core.units import format_size, parse_size
 
 _EXIT_FAILED = 1
 _EXIT_TERMINATED = 128 + signal.SIGTERM
-
-
-class DemoFormat(StrEnum):
-    """How the result is written to stdout."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 def demo(
@@ -52,7 +43,7 @@ def demo(
     conversations: Annotated[int, typer.Option(min=1, help="Built-in agents: conversations.")] = 32,
     turns: Annotated[int, typer.Option(min=1, help="Built-in agents: turns of a conversation.")] = 12,
     seed: Annotated[int, typer.Option(help="Built-in agents: same seed, same workload.")] = 1,
-    output: Annotated[DemoFormat, typer.Option("--format", help="Table or JSON.")] = DemoFormat.TABLE,
+    output: FormatOption = Format.TEXT,
 ) -> None:
     """Run engines against a real pool on this machine and compare hit rates without it, with it, and ideal.
 
@@ -72,12 +63,9 @@ def demo(
             conversations=conversations, turns=turns, block_tokens=block_tokens or 16, seed=seed
         )
         workload = agent_workload(agents)
-    with _terminated_as_exit(), _progress(workload, shown=output is DemoFormat.TABLE) as on_request:
+    with _terminated_as_exit(), _progress(workload, shown=output is Format.TEXT) as on_request:
         report = run_demo(workload, settings, on_request)
-    if output is DemoFormat.JSON:
-        typer.echo(msgspec.json.encode(report))
-    else:
-        _show(report)
+    emit(report, output, _view(report))
     if report.mismatches:
         raise typer.Exit(_EXIT_FAILED)
 
@@ -102,13 +90,17 @@ def _progress(workload: Workload, *, shown: bool) -> Iterator[Callable[[], None]
         yield lambda: progress.advance(task)
 
 
-def _show(report: DemoReport) -> None:
-    console = Console(highlight=False)
-    for line in _headlines(report):
-        console.print(line, soft_wrap=True)
-    for table in (_rates(report), _traffic(report), _places(report)):
-        console.print(table)
-    console.print(f"Hit rate: {report.definition}.", style="dim")
+def _view(report: DemoReport) -> RenderableType:
+    return Group(
+        *_headlines(report),
+        "",
+        table(("prefix cache", "#hit rate", "#tokens computed"), _rates(report)),
+        table(("pool traffic", "#blocks", "#bytes", "#GB/s"), _traffic(report)),
+        table(("store node", "#blocks", "#used", "#of"), _places(report)),
+        f"Mismatches: {report.mismatches} of {report.totals.loaded_blocks:,} loaded blocks, compared whole.",
+        f"GB/s: of one engine, within its calls; all engines together took {report.elapsed_s:.1f} s.",
+        f"Hit rate: {report.definition}.",
+    )
 
 
 def _headlines(report: DemoReport) -> Iterator[str]:
@@ -119,44 +111,27 @@ def _headlines(report: DemoReport) -> Iterator[str]:
     )
 
 
-def _rates(report: DemoReport) -> Table:
-    table = _table("prefix cache", "hit rate", "tokens computed")
+def _rates(report: DemoReport) -> Iterator[tuple[str, ...]]:
     settings, tokens = report.settings, report.input_tokens
     for name, rate in (
         (f"private: {settings.engines} engines of {settings.engine_pages:,} blocks", report.private_hit_rate),
         ("the same engines with the pool", report.pool_hit_rate),
         ("ideal: one infinite cache", report.ideal_hit_rate),
     ):
-        table.add_row(name, f"{rate:.1%}", f"{tokens * (1 - rate):,.0f}")
-    return table
+        yield name, f"{rate:.1%}", f"{tokens * (1 - rate):,.0f}"
 
 
-def _traffic(report: DemoReport) -> Table:
-    table = _table("pool traffic", "blocks", "bytes", "GB/s within calls, mean of an engine")
+def _traffic(report: DemoReport) -> Iterator[tuple[str, ...]]:
     totals = report.totals
     for name, blocks, size_bytes, rate in (
         ("loaded", totals.loaded_blocks, totals.loaded_bytes, report.load_gb_s),
         ("stored", totals.stored_blocks, totals.stored_bytes, report.store_gb_s),
     ):
-        table.add_row(name, f"{blocks:,}", format_size(size_bytes), "-" if rate is None else f"{rate:.2f}")
-    table.add_row("promised, not delivered", f"{totals.undelivered_blocks:,}")
-    table.add_row("refused", f"{totals.refused_blocks:,}")
-    style = "bold red" if report.mismatches else "green"
-    table.add_row("loaded with a wrong byte", f"{report.mismatches:,}", style=style)
-    return table
+        yield name, f"{blocks:,}", format_size(size_bytes), "-" if rate is None else f"{rate:.2f}"
+    yield "offered, not delivered", f"{totals.undelivered_blocks:,}"
+    yield "refused: no room", f"{totals.refused_blocks:,}"
 
 
-def _places(report: DemoReport) -> Table:
-    table = _table("store node", "blocks", "used", "of")
+def _places(report: DemoReport) -> Iterator[tuple[str, ...]]:
     for node in report.nodes:
-        table.add_row(
-            node.node_id, f"{node.blocks:,}", format_size(node.used_bytes), format_size(node.capacity_bytes)
-        )
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(first)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table
+        yield node.node_id, f"{node.blocks:,}", format_size(node.used_bytes), format_size(node.capacity_bytes)

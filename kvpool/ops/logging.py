@@ -32,8 +32,8 @@ def configure(settings: LogSettings) -> None:
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
-    """A logger whose events carry ``logger=name``: ``log.info("node_joined", node_id=...)``."""
-    return cast("FilteringBoundLogger", structlog.get_logger(logger=name))
+    """A logger whose events carry ``component=name``: ``log.info("node_joined", node_id=...)``."""
+    return cast("FilteringBoundLogger", structlog.get_logger(component=name))
 
 
 def _json() -> list[Processor]:

@@ -41,9 +41,7 @@ SOCKET_PATH_BYTES_MAX = 107
 TOMBSTONES_MAX = 1 << 24
 CONNECTIONS_MAX = 65_536
 STREAMS_MAX = 64
-"""Connections of one client to one peer."""
-
-_ENVIRONMENT_PREFIX = "KVPOOL_"
+_PREFIX = "KVPOOL_"
 _POOL_URI = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # A Kubernetes service named kvpool-meta puts variables like KVPOOL_META_PORT_7300_TCP_ADDR into every pod.
@@ -203,6 +201,12 @@ class NodeSettings(_ServerSettings):
     advertise_host: str | None = None
     """Host that clients dial; by default the address listened on."""
 
+    keep_segment: bool = True
+    """Leave the segment file when the node stops, so that the next start finds its blocks again."""
+
+    join_timeout_s: Duration = 30.0
+    """Time that the metadata service gets to take the node in."""
+
     drain_timeout_s: Duration = 30.0
     """Time that transfers under way get to end when the node is asked to stop."""
 
@@ -330,7 +334,7 @@ def flag_name(key: str) -> str:
 
 def variable_name(key: str) -> str:
     """The environment variable of a dotted key: ``meta.grpc_port`` is ``KVPOOL_META__GRPC_PORT``."""
-    return _ENVIRONMENT_PREFIX + key.replace(".", "__").upper()
+    return _PREFIX + key.replace(".", "__").upper()
 
 
 def _from_flags(overrides: Mapping[str, object]) -> list[Setting]:
@@ -344,9 +348,9 @@ def _from_flags(overrides: Mapping[str, object]) -> list[Setting]:
 def _from_environment(environ: Mapping[str, str]) -> list[Setting]:
     given = []
     for name, value in environ.items():
-        ours = name.startswith(_ENVIRONMENT_PREFIX) and name != CONFIG_VARIABLE
+        ours = name.startswith(_PREFIX) and name != CONFIG_VARIABLE
         if ours and value and _KUBERNETES.search(f"{name}={value}") is None:
-            key = name.removeprefix(_ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            key = name.removeprefix(_PREFIX).lower().replace("__", ".")
             source = f"environment variable {name}"
             given.append(Setting(_known(key, value, source, variable_name), value, source))
     return given

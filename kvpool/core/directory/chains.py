@@ -58,10 +58,17 @@ class Chains:
             self._set_state(row, BlockState.DORMANT)
 
     def doze(self, row: int) -> None:
-        """Make the block dormant, and the visible part of its subtree with it."""
+        """Make the block dormant, and the visible part of its subtree with it.
+
+        Their last use and holds pass to its parent: leases on them cover what is still visible above, and would be
+        lost for it if the block went later.
+        """
+        heir = self.blocks.parent[row]
         stack = [row]
         while stack:
             row = stack.pop()
+            if heir >= 0:
+                self.fold(row, heir)
             was_visible = self.blocks.state[row] == BlockState.VISIBLE
             self._set_state(row, BlockState.DORMANT)
             if was_visible:

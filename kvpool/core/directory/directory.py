@@ -208,12 +208,16 @@ class Directory:
     # Operators
 
     def pin(self, namespace_id: bytes, block_hash: bytes, ttl_s: float | None = None) -> bool:
-        """Keep a block and its ancestors from eviction for ``ttl_s`` (soft) or until unpinned (hard)."""
+        """Keep a block and its ancestors from eviction for ``ttl_s`` (soft) or until unpinned (hard).
+
+        A later pin of the same block replaces an earlier one, shorter or longer.
+        """
         row = self._row(namespace_id, block_hash)
         if row == NIL:
             return False
         until_us = FOREVER_US if ttl_s is None else self._state.now_us() + microseconds(ttl_s)
         self._state.blocks.pinned_until_us[row] = until_us
+        self._state.policy.changed(row)
         return True
 
     def unpin(self, namespace_id: bytes, block_hash: bytes) -> bool:

@@ -66,16 +66,14 @@ class Location:
 
 @dataclass(slots=True)
 class Share:
-    """The part of a reservation on one segment: what its node must store, and what it frees for it.
+    """The part of a reservation that one rank writes to one segment, and what the node frees for it.
 
     Attributes:
         indexes: Indexes of the blocks in the reserved slice.
-        shards: Their shards.
         victims: Orders that make the room.
     """
 
     indexes: list[int] = field(default_factory=list)
-    shards: list[int] = field(default_factory=list)
     victims: list[FreeSlot] = field(default_factory=list)
 
 
@@ -86,13 +84,13 @@ class ReserveResult:
     Attributes:
         reservation: The write token, or 0 when nothing is wanted.
         wants: One `Want` a block of the slice.
-        shares: By segment number.
+        shares: By (segment number, shard).
         missing_from: Index in the chain of the first ancestor that is not there (-1: the given parent), or None.
     """
 
     reservation: int
     wants: bytes
-    shares: dict[int, Share]
+    shares: dict[tuple[int, int], Share]
     missing_from: int | None
 
 

@@ -58,7 +58,7 @@ def abort(state: DirectoryState, reservation_number: int, hashes: list[bytes] | 
         rows = list(reservation.rows)
     else:
         index = state.chains.indexes[reservation.namespace]
-        rows = [row for row in (index.get(h, NIL) for h in hashes) if row in reservation.rows]
+        rows = [row for h in dict.fromkeys(hashes) if (row := index.get(h, NIL)) in reservation.rows]
     for row in rows:
         state.remove_block(row, MissReason.EXPIRED)
     return len(rows)
@@ -76,7 +76,7 @@ class _Writer:
         self.now_us = state.now_us()
         self.deadline_us = self.now_us + microseconds(ttl_s)
         self.reservation = state.reservations.open(entry.number, owner, self.deadline_us)
-        self.shares: dict[int, Share] = {}
+        self.shares: dict[tuple[int, int], Share] = {}
 
     def reserve(self, chain: list[bytes], above: bytes, first: int) -> ReserveResult:
         state, wants = self.state, bytearray(len(chain))
@@ -130,11 +130,10 @@ class _Writer:
             segments.append(segment)
             near = segment
         for shard, segment in enumerate(segments):
-            share = self.shares.get(segment.number)
+            share = self.shares.get((segment.number, shard))
             if share is None:
-                share = self.shares[segment.number] = Share()
+                share = self.shares[segment.number, shard] = Share()
             share.indexes.append(i)
-            share.shards.append(shard)
         return near
 
     def _segment_of(self, row: int) -> Segment | None:
@@ -143,9 +142,10 @@ class _Writer:
         return self.state.placements.segments.get(self.state.blocks.home_segment[row])
 
     def _result(self, wants: bytes) -> ReserveResult:
+        first_shares = {segment: share for (segment, _), share in reversed(self.shares.items())}
         for segment, order in self.state.victims:
-            if segment in self.shares:
-                self.shares[segment].victims.append(order)
+            if segment in first_shares:
+                first_shares[segment].victims.append(order)
         if not self.shares:
             self.state.reservations.close(self.reservation)
             return ReserveResult(0, wants, {}, None)

@@ -1,0 +1,75 @@
+"""kvpool: a distributed pool for the KV-cache blocks of LLM engines, keyed by chained block hashes.
+
+    pool = kvpool.connect("grpc://127.0.0.1:7300")
+    blocks = pool.namespace(kvpool.Namespace(model="llama", block_tokens=16, block_bytes=65536))
+    blocks.store(hashes, buffers)
+    matched = blocks.match(hashes).blocks
+    blocks.load(hashes, buffers[:matched])
+"""
+
+from kvpool.client import (
+    Client,
+    ClientStats,
+    Keyspace,
+    LoadResult,
+    Match,
+    NodeStatus,
+    PoolStatus,
+    Reservation,
+    SegmentStatus,
+    StoreResult,
+    WriteResult,
+    connect,
+)
+from kvpool.core.directory import MissReason
+from kvpool.core.errors import (
+    CapacityError,
+    ClosedError,
+    DeadlineError,
+    InvalidBufferError,
+    InvalidHashError,
+    InvalidNamespaceError,
+    KvpoolError,
+    NamespaceMismatchError,
+    ProtocolError,
+    SettingsError,
+    UnavailableError,
+    UnknownNamespaceError,
+    UsageError,
+)
+from kvpool.core.keys import chain_hashes
+from kvpool.core.namespace import FieldDifference, Namespace
+from kvpool.ops.version import VERSION as __version__  # noqa: N812 - the name that tools look for
+
+__all__ = [
+    "CapacityError",
+    "Client",
+    "ClientStats",
+    "ClosedError",
+    "DeadlineError",
+    "FieldDifference",
+    "InvalidBufferError",
+    "InvalidHashError",
+    "InvalidNamespaceError",
+    "Keyspace",
+    "KvpoolError",
+    "LoadResult",
+    "Match",
+    "MissReason",
+    "Namespace",
+    "NamespaceMismatchError",
+    "NodeStatus",
+    "PoolStatus",
+    "ProtocolError",
+    "Reservation",
+    "SegmentStatus",
+    "SettingsError",
+    "StoreResult",
+    "UnavailableError",
+    "UnknownNamespaceError",
+    "UsageError",
+    "WriteResult",
+    "__version__",
+    "chain_hashes",
+    "connect",
+]

@@ -1,0 +1,97 @@
+"""The command line; here what its commands share: flags made from settings, and serving until a signal."""
+
+import inspect
+import queue
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpool.cli.output import Format, FormatOption
+from kvpool.core.units import format_size
+from kvpool.ops.logging import configure
+from kvpool.ops.settings import Settings, field_of, flag_name, load_settings
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML file of settings; `kvpool config default` prints one."),
+]
+
+_LOG_KEYS = ("log.level", "log.format")
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def with_settings(*keys: str) -> Callable[[Callable[[Settings, Format], None]], Callable[..., None]]:
+    """Turn ``command(settings, output)`` into one with a flag per key, ``--config`` and ``--format``.
+
+    Help and defaults come from the settings, so that a flag says nothing twice. A flag not given is None, and
+    the settings decide.
+    """
+    flags = {key.replace(".", "_"): key for key in (*keys, *_LOG_KEYS)}
+
+    def decorate(command: Callable[[Settings, Format], None]) -> Callable[..., None]:
+        def run(config: Path | None, output: Format, **values: object) -> None:
+            settings = load_settings(config, {flags[name]: value for name, value in values.items()})
+            configure(settings.log)
+            command(settings, output)
+
+        parameters = [_parameter(name, _flag(key), None) for name, key in flags.items()]
+        parameters.append(_parameter("config", ConfigOption, None))
+        parameters.append(_parameter("output", FormatOption, Format.TEXT))
+        run.__doc__ = command.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def serve(
+    start: Callable[[], object],
+    announce: Callable[[], None],
+    stop: Callable[[], None],
+    drain: Callable[[], None] | None = None,
+) -> None:
+    """Start, announce, run until SIGTERM (then drain) or SIGINT, and stop; a second signal ends the drain.
+
+    ``stop`` is called if and only if ``start`` returned.
+    """
+    _interrupt_on_signals()
+    start()
+    try:
+        # A handler may put while this thread is in get: SimpleQueue is reentrant, Event.set is not.
+        signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in _STOP_SIGNALS:
+            signal.signal(number, lambda number, _frame: signals.put(number))
+        announce()
+        received = signals.get()
+        _interrupt_on_signals()
+        if drain is not None and received == signal.SIGTERM:
+            drain()
+    finally:
+        stop()
+
+
+def _interrupt_on_signals() -> None:
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+
+
+def _flag(key: str) -> object:
+    field = field_of(key)
+    option = typer.Option(flag_name(key), help=field.description, show_default=_default_text(key) or False)
+    return Annotated[bool | None, option] if field.annotation is bool else Annotated[str | None, option]
+
+
+def _default_text(key: str) -> str:
+    default = field_of(key).default
+    if key == "node.size":
+        return format_size(default)
+    if key.endswith("_s"):
+        return f"{default:g}s"
+    return str(default) if isinstance(default, str | Path) or type(default) in {int, float} else ""
+
+
+def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

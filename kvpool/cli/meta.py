@@ -1,0 +1,42 @@
+"""`kvpool meta`: runs the metadata service until it is told to stop."""
+
+import os
+
+from kvpool.cli import serve, with_settings
+from kvpool.cli.output import Format, emit, version
+from kvpool.ops.logging import get_logger
+from kvpool.ops.settings import Settings
+
+
+@with_settings(
+    "meta.listen",
+    "meta.grpc_port",
+    "meta.framed_port",
+    "meta.unix_socket",
+    "meta.insecure",
+    "meta.lease_max_s",
+    "meta.lease_cap",
+    "meta.reservation_ttl_s",
+    "meta.heartbeat_s",
+    "meta.node_ttl_s",
+    "meta.tombstones",
+    "meta.connections_max",
+    "meta.reflection",
+    "meta.policy",
+)
+def meta(settings: Settings, output: Format) -> None:
+    """Run the metadata service until SIGTERM or Ctrl-C."""
+    from kvpool.meta import MetaServer  # noqa: PLC0415 - after the settings are known to be good
+
+    if settings.meta.insecure:
+        get_logger(__name__).warning("plaintext_without_authentication", listen=settings.meta.listen)
+    server = MetaServer(settings.meta)
+
+    def announce() -> None:
+        places = {"uri": f"grpc://{server.grpc_address}", "framed": f"tcp://{server.framed_address}"}
+        if settings.meta.unix_socket is not None:
+            places["unix"] = str(settings.meta.unix_socket)
+        ready = {"event": "ready", "role": "meta", "pid": os.getpid(), **places}
+        emit(ready, output, f"kvpool meta {version()} ready: {', '.join(places.values())}")
+
+    serve(server.start, announce, server.stop)

@@ -1,0 +1,49 @@
+"""`kvpool node`: runs a store node until it is told to stop."""
+
+import os
+
+from kvpool.cli import serve, with_settings
+from kvpool.cli.output import Format, emit, version
+from kvpool.core.units import format_size
+from kvpool.ops.logging import get_logger
+from kvpool.ops.settings import Settings
+
+
+@with_settings(
+    "node.meta",
+    "node.node_id",
+    "node.size",
+    "node.segment_dir",
+    "node.hugepages",
+    "node.listen",
+    "node.advertise_host",
+    "node.data_port",
+    "node.grpc_port",
+    "node.unix_socket",
+    "node.insecure",
+    "node.connections_max",
+    "node.drain_timeout_s",
+)
+def node(settings: Settings, output: Format) -> None:
+    """Run a store node until SIGTERM (it drains first) or Ctrl-C."""
+    from kvpool.node import NodeServer  # noqa: PLC0415 - after the settings are known to be good
+
+    if settings.node.insecure:
+        get_logger(__name__).warning("plaintext_without_authentication", listen=settings.node.listen)
+    server = NodeServer(settings.node)
+
+    def announce() -> None:
+        ready = {
+            "event": "ready",
+            "role": "node",
+            "node_id": settings.node.node_id,
+            "pid": os.getpid(),
+            "data": f"tcp://{server.data_address}",
+            "unix": str(server.unix_path),
+            "grpc": f"grpc://{server.grpc_address}",
+            "capacity_bytes": settings.node.size,
+        }
+        name, size = settings.node.node_id, format_size(settings.node.size)
+        emit(ready, output, f"kvpool node {version()} {name} ready: {size}, {ready['data']}, {ready['unix']}")
+
+    serve(server.start, announce, server.stop, server.drain)

@@ -1,0 +1,53 @@
+"""`kvpool status`: shows what the pool holds and where, and fails if the pool is not well."""
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+
+from kvpool.cli import with_settings
+from kvpool.cli.output import Format, UnhealthyError, emit, table
+from kvpool.core.members import MemberState
+from kvpool.core.units import format_size
+from kvpool.ops.settings import Settings
+
+if TYPE_CHECKING:
+    from kvpool.client import PoolStatus
+
+_COLUMNS = ("node", "state", "#used", "#of", "#%", "#blocks", "endpoints")
+
+
+@with_settings("client.pool", "client.timeout_s")
+def status(settings: Settings, output: Format) -> None:
+    """Show the pool's nodes; exit with 3 if the pool cannot be reached, 4 if it is not healthy."""
+    from kvpool import connect  # noqa: PLC0415 - after the settings are known to be good
+
+    client = settings.client
+    with connect(client.pool, transports=client.transports, timeout_s=client.timeout_s) as pool:
+        pool_status = pool.status()
+    emit(pool_status, output, _view(pool_status))
+    _check_health(pool_status)
+
+
+def _view(pool_status: "PoolStatus") -> RenderableType:
+    rows = [
+        (
+            node.node_id,
+            node.state,
+            format_size(node.used_bytes),
+            format_size(node.capacity_bytes),
+            f"{100 * node.used_bytes / max(1, node.capacity_bytes):.1f}",
+            f"{node.blocks:,}",
+            " ".join(node.endpoints),
+        )
+        for node in pool_status.nodes
+    ]
+    headline = f"incarnation {pool_status.incarnation}, namespaces {len(pool_status.namespaces)}"
+    return Group(headline, table(_COLUMNS, rows))
+
+
+def _check_health(pool_status: "PoolStatus") -> None:
+    lost = [node.node_id for node in pool_status.nodes if node.state == MemberState.LOST]
+    if lost:
+        raise UnhealthyError(f"lost nodes: {', '.join(lost)}; restart them, their blocks return with them")
+    if not any(node.state == MemberState.READY for node in pool_status.nodes):
+        raise UnhealthyError("no node is ready; start one with `kvpool node --meta URI`")

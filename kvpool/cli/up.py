@@ -1,0 +1,51 @@
+"""`kvpool up`: runs a whole pool in one process on loopback."""
+
+import contextlib
+import os
+
+from kvpool.cli import serve, with_settings
+from kvpool.cli.output import Format, emit, version
+from kvpool.core.units import format_size
+from kvpool.ops.settings import Settings
+
+
+@with_settings(
+    "node.size",
+    "node.node_id",
+    "node.segment_dir",
+    "node.hugepages",
+    "node.unix_socket",
+    "node.data_port",
+    "meta.grpc_port",
+    "meta.framed_port",
+)
+def up(settings: Settings, output: Format) -> None:
+    """Run a whole pool in one process on loopback until SIGTERM or Ctrl-C."""
+    from kvpool.embedded import EmbeddedPool  # noqa: PLC0415 - after the settings are known to be good
+
+    pool = EmbeddedPool(settings.meta, settings.node)
+
+    def announce() -> None:
+        ready = {
+            "event": "ready",
+            "role": "up",
+            "pid": os.getpid(),
+            "uri": pool.uri,
+            "capacity_bytes": settings.node.size,
+            "transports": settings.client.transports,
+        }
+        emit(ready, output, _banner(settings, pool.uri))
+
+    stack = contextlib.ExitStack()
+    serve(lambda: stack.enter_context(pool), announce, stack.close)
+
+
+def _banner(settings: Settings, uri: str) -> str:
+    rows = {
+        "pool": uri,
+        "capacity": f"{format_size(settings.node.size)} in {settings.node.segment_dir}",
+        "transports": ", ".join(settings.client.transports),
+        "in Python": f'import kvpool; pool = kvpool.connect("{uri}")',
+        "to stop": "Ctrl-C",
+    }
+    return "\n".join([f"kvpool {version()}", *(f"  {name:<12}{value}" for name, value in rows.items())])

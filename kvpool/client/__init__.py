@@ -1,0 +1,30 @@
+"""The client library; its public names are re-exported by `kvpool`."""
+
+from kvpool.client.client import Client, connect
+from kvpool.client.keyspace import Keyspace
+from kvpool.client.results import (
+    ClientStats,
+    LoadResult,
+    Match,
+    NodeStatus,
+    PoolStatus,
+    Reservation,
+    SegmentStatus,
+    StoreResult,
+    WriteResult,
+)
+
+__all__ = [
+    "Client",
+    "ClientStats",
+    "Keyspace",
+    "LoadResult",
+    "Match",
+    "NodeStatus",
+    "PoolStatus",
+    "Reservation",
+    "SegmentStatus",
+    "StoreResult",
+    "WriteResult",
+    "connect",
+]

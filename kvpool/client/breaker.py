@@ -1,0 +1,40 @@
+"""A circuit breaker: after repeated failures a peer is left alone for a while, so that waiting for it costs nothing."""
+
+import threading
+
+from kvpool.core.clock import Clock
+
+
+class Breaker:
+    """Opens after ``failures_max`` failures in a row; lets one call try again after ``pause_s``. Thread-safe."""
+
+    def __init__(self, clock: Clock, failures_max: int = 3, pause_s: float = 1.0) -> None:
+        self._clock = clock
+        self._failures_max = failures_max
+        self._pause_s = pause_s
+        self._failures = 0
+        self._closed_until_s = 0.0
+        self._lock = threading.Lock()
+
+    def allows(self) -> bool:
+        """Whether to call; a True after a pause is for one caller, the others wait for how it ends."""
+        with self._lock:
+            if self._failures < self._failures_max:
+                return True
+            now_s = self._clock()
+            if now_s < self._closed_until_s:
+                return False
+            self._closed_until_s = now_s + self._pause_s
+            return True
+
+    def succeeded(self) -> None:
+        """The peer answered."""
+        if self._failures:
+            with self._lock:
+                self._failures = 0
+
+    def failed(self) -> None:
+        """The peer did not answer."""
+        with self._lock:
+            self._failures += 1
+            self._closed_until_s = self._clock() + self._pause_s

@@ -1,0 +1,66 @@
+"""Callers' buffers as flat byte views: NumPy arrays, torch CPU tensors, bytes, anything with the buffer protocol."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from kvpool.core.errors import InvalidBufferError
+from kvpool.transport.base import Pieces
+
+PIECES_MAX = 4_096
+Buffer = Any
+"""One contiguous buffer, or a list or tuple of them that together hold a block."""
+
+
+def pieces_of(buffers: Sequence[Buffer], block_bytes: int, *, writable: bool) -> list[Pieces]:
+    """The pieces of each buffer.
+
+    Args:
+        buffers: One entry a block.
+        block_bytes: What each must come to.
+        writable: Whether they will be written.
+
+    Raises:
+        InvalidBufferError: A buffer of another length, read-only where it is to be written, or not contiguous.
+    """
+    blocks: list[Pieces] = []
+    for i, buffer in enumerate(buffers):
+        parts = buffer if isinstance(buffer, list | tuple) else (buffer,)
+        if not 1 <= len(parts) <= PIECES_MAX:
+            raise InvalidBufferError(f"buffers[{i}] has {len(parts)} pieces; give from 1 to {PIECES_MAX}")
+        pieces = [_flat(part, f"buffers[{i}]", writable=writable) for part in parts]
+        size_bytes = sum(map(len, pieces))
+        if size_bytes != block_bytes:
+            raise InvalidBufferError(
+                f"buffers[{i}] has {size_bytes} bytes; the namespace's blocks have {block_bytes} (block_bytes)"
+            )
+        blocks.append(pieces)
+    return blocks
+
+
+def _flat(part: Buffer, name: str, *, writable: bool) -> memoryview:
+    try:
+        view = memoryview(part)
+    except TypeError:
+        view = _tensor_view(part, name)
+    if view.ndim != 1 or view.format != "B":
+        if not view.c_contiguous:
+            raise InvalidBufferError(f"{name} is not contiguous; give its contiguous pieces as a list")
+        view = view.cast("B")
+    elif not view.contiguous:
+        raise InvalidBufferError(f"{name} is not contiguous; give its contiguous pieces as a list")
+    if writable and view.readonly:
+        raise InvalidBufferError(f"{name} is read-only; a load needs a writable buffer")
+    return view
+
+
+def _tensor_view(part: Buffer, name: str) -> memoryview:
+    """The bytes of a torch CPU tensor, whatever its dtype; torch itself is only used if the caller has it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(part, torch.Tensor):
+        raise InvalidBufferError(f"{name} is {type(part).__name__}, which has no buffer; give an array or bytes")
+    if part.device.type != "cpu":
+        raise InvalidBufferError(f"{name} is on {part.device}; only CPU tensors can be given here")
+    if not part.is_contiguous():
+        raise InvalidBufferError(f"{name} is not contiguous; give its contiguous pieces as a list")
+    return memoryview(part.detach().view(torch.uint8).reshape(-1).numpy())

@@ -1,0 +1,147 @@
+"""The client: a connection to a pool, from which namespaces are opened."""
+
+import os
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+from kvpool.client.counters import Counters
+from kvpool.client.keyspace import Keyspace
+from kvpool.client.meta import MetaClient
+from kvpool.client.nodes import Nodes
+from kvpool.client.results import ClientStats, NodeStatus, PoolStatus, SegmentStatus
+from kvpool.core.errors import ClosedError, UsageError
+from kvpool.core.limits import DEADLINE_S_MAX
+from kvpool.core.namespace import Namespace
+from kvpool.transport.deadline import Deadline
+from kvpool.v1 import common_pb2
+
+DEFAULT_TRANSPORTS = ("inproc", "shm", "tcp")
+
+
+class Client:
+    """A pool, as seen by one engine or tool. Thread-safe; close it, or use it in a ``with`` statement.
+
+    Made by `connect`.
+    """
+
+    def __init__(self, uri: str, transports: Sequence[str], timeout_s: float, streams: int, principal: str) -> None:
+        self.timeout_s = check_timeout(timeout_s)
+        self.meta = MetaClient(uri, principal)
+        self.nodes = Nodes(tuple(transports), principal, streams)
+        self.counters = Counters()
+        self._closed = threading.Event()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def namespace(self, namespace: Namespace, timeout_s: float | None = None) -> Keyspace:
+        """Open ``namespace`` in the pool.
+
+        Raises:
+            UnavailableError: The pool cannot be reached.
+            CapacityError: The pool has too many namespaces open.
+            ClosedError: The client is closed.
+        """
+        keyspace = Keyspace(self, namespace)
+        keyspace.open(self.deadline(timeout_s))
+        return keyspace
+
+    def status(self, timeout_s: float | None = None) -> PoolStatus:
+        """The pool as its metadata service sees it; raises UnavailableError."""
+        answer = self.meta.status(self.deadline(timeout_s))
+        names = self.nodes.names()
+        return PoolStatus(
+            incarnation=answer.incarnation,
+            version=answer.version,
+            namespaces={n.namespace.hex(): n.document.decode() for n in answer.namespaces},
+            nodes=tuple(_node_status(node, names.get(node.incarnation)) for node in answer.topology.nodes),
+            counters=dict(answer.counters),
+        )
+
+    def stats(self) -> ClientStats:
+        """Counts since the client was made."""
+        counters = self.counters
+        return ClientStats(
+            loaded_bytes=dict(counters.loaded_bytes),
+            stored_bytes=dict(counters.stored_bytes),
+            misses=dict(counters.misses),
+            verify_failures=counters.verify_failures,
+            stores_refused=counters.stores_refused,
+            reconnects=max(0, self.meta.reconnects),
+        )
+
+    def deadline(self, timeout_s: float | None) -> Deadline:
+        """The deadline of a call made now; raises ClosedError after `close`, UsageError for an impossible one."""
+        if self._closed.is_set():
+            raise ClosedError("the client is closed; connect again")
+        return Deadline(self.timeout_s if timeout_s is None else check_timeout(timeout_s))
+
+    def close(self) -> None:
+        """Close all connections; calls in flight end as misses. Closing again is harmless."""
+        self._closed.set()
+        self.nodes.close()
+        self.meta.close()
+
+
+def connect(
+    uri: str = "grpc://127.0.0.1:7300",
+    *,
+    transports: Sequence[str] = DEFAULT_TRANSPORTS,
+    timeout_s: float = 5.0,
+    streams: int = 2,
+    principal: str = "",
+) -> Client:
+    """Connect to the pool at ``uri``.
+
+    Args:
+        uri: ``grpc://host:port`` of its metadata service.
+        transports: Schemes to move blocks by, best first; the first that reaches a node is used for it.
+        timeout_s: Deadline of calls that name none.
+        streams: Connections that one large tcp transfer may use.
+        principal: Who is calling, for the pool's logs; by default this process's number.
+
+    Returns:
+        A client, connected.
+
+    Raises:
+        UnavailableError: The pool does not answer in ``timeout_s``.
+        SettingsError: An address or a transport that cannot be.
+    """
+    if not 1 <= streams <= 64:
+        raise UsageError(f"streams is {streams}; use from 1 to 64")
+    client = Client(uri, transports, timeout_s, streams, principal or f"pid:{os.getpid()}")
+    try:
+        client.meta.find(client.deadline(None))
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def check_timeout(timeout_s: float) -> float:
+    """``timeout_s``, if it can be a deadline; raises UsageError."""
+    if not 0 < timeout_s <= DEADLINE_S_MAX:
+        raise UsageError(f"timeout_s is {timeout_s}; it must be above 0 and at most {DEADLINE_S_MAX:g}")
+    return timeout_s
+
+
+def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:
+    segments = tuple(
+        SegmentStatus(s.segment_id.hex(), s.medium, s.capacity_bytes, s.used_bytes, s.blocks) for s in node.segments
+    )
+    return NodeStatus(
+        node_id=node.node_id,
+        state=node.state,
+        capacity_bytes=sum(s.capacity_bytes for s in segments),
+        used_bytes=sum(s.used_bytes for s in segments),
+        blocks=sum(s.blocks for s in segments),
+        endpoints=tuple(node.endpoints),
+        transport=transport,
+        segments=segments,
+    )

@@ -1,0 +1,149 @@
+"""The client's way to the metadata service: gRPC to find it, the framed protocol for the hot calls."""
+
+import threading
+import time
+from typing import TypeVar
+
+import grpc
+
+from kvpool.client.breaker import Breaker
+from kvpool.core.errors import KvpoolError, SettingsError, UnavailableError
+from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
+from kvpool.transport.deadline import Deadline
+from kvpool.transport.pool import ConnectionPool
+from kvpool.transport.wire.connection import split_address
+from kvpool.transport.wire.messages import Message, NodeInfo, SegmentInfo, Topology
+from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class MetaClient:
+    """Calls to one metadata service; finds it again after it restarted. Thread-safe.
+
+    Args:
+        uri: ``grpc://host:port``.
+        principal: Who is calling.
+
+    Raises:
+        SettingsError: Not such a URI.
+    """
+
+    def __init__(self, uri: str, principal: str) -> None:
+        if not uri.startswith("grpc://"):
+            raise SettingsError(f"pool {uri!r} is not an address; write grpc://HOST:PORT, e.g. grpc://127.0.0.1:7300")
+        self.uri = uri
+        self.reconnects = -1
+        split_address(uri.removeprefix("grpc://"))
+        self._principal = principal
+        self._channel = grpc.insecure_channel(uri.removeprefix("grpc://"), options=CHANNEL_OPTIONS)
+        self._directory = directory_pb2_grpc.DirectoryStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+        self._breaker = Breaker(time.monotonic)
+        self._lock = threading.Lock()
+        self._pool: ConnectionPool | None = None
+        self.topology = Topology(0, [])
+
+    def open_namespace(self, document: bytes, deadline: Deadline) -> bytes:
+        """Make a namespace known to the service; raises InvalidNamespaceError, UnavailableError."""
+        request = directory_pb2.OpenNamespaceRequest(document=document)
+        try:
+            return self._directory.OpenNamespace(request, timeout=deadline.left_s()).namespace
+        except grpc.RpcError as error:
+            raise self._failure(error) from error
+
+    def status(self, deadline: Deadline) -> admin_pb2.GetStatusResponse:
+        """What the service says of the pool; raises UnavailableError."""
+        try:
+            return self._admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=deadline.left_s())
+        except grpc.RpcError as error:
+            raise self._failure(error) from error
+
+    def call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool) -> Reply:
+        """A hot call; ``again`` allows one more try on a new connection.
+
+        Raises:
+            UnavailableError: The service cannot be reached, or was found dead lately.
+            KvpoolError: What the service answered.
+        """
+        if not self._breaker.allows():
+            raise UnavailableError(f"{self.uri} did not answer lately; it is tried again within a second")
+        try:
+            reply = self._call_once(request, reply_type, deadline)
+        except UnavailableError:
+            self._breaker.failed()
+            self._forget_pool()
+            if not again:
+                raise
+            reply = self._call_once(request, reply_type, deadline)
+        self._breaker.succeeded()
+        return reply
+
+    def find(self, deadline: Deadline) -> ConnectionPool:
+        """Connections to the framed protocol; asks gRPC where it is when there are none."""
+        pool = self._pool
+        if pool is not None:
+            return pool
+        with self._lock:
+            if self._pool is None:
+                self._pool = self._find(deadline)
+                self.reconnects += 1
+            return self._pool
+
+    def learn(self, topology: Topology | None) -> None:
+        """Keep the nodes that came with an answer."""
+        if topology is not None:
+            self.topology = topology
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._forget_pool()
+        self._channel.close()
+
+    def _call_once(self, request: Message, reply_type: type[Reply], deadline: Deadline) -> Reply:
+        with self.find(deadline).connection(deadline.left_s()) as connection:
+            return connection.call(request, reply_type, deadline.left_s())
+
+    def _find(self, deadline: Deadline) -> ConnectionPool:
+        try:
+            answer = self._directory.GetPool(
+                directory_pb2.GetPoolRequest(principal=self._principal), timeout=deadline.left_s()
+            )
+        except grpc.RpcError as error:
+            raise self._failure(error) from error
+        failure: KvpoolError = UnavailableError(f"{self.uri} names no framed address")
+        for uri in answer.framed:
+            pool = ConnectionPool(uri, self._principal, answer.incarnation)
+            try:
+                with pool.connection(deadline.left_s()):
+                    self.topology = _topology(answer.topology)
+                    return pool
+            except KvpoolError as error:
+                failure = error
+        raise failure
+
+    def _forget_pool(self) -> None:
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _failure(self, error: grpc.RpcError) -> KvpoolError:
+        raised = raised_by(error)
+        if isinstance(raised, UnavailableError):
+            return type(raised)(f"pool {self.uri} cannot be reached: {raised}; check that `kvpool meta` runs there")
+        return raised
+
+
+def _topology(message: common_pb2.Topology) -> Topology:
+    nodes = [
+        NodeInfo(
+            node.node_id,
+            node.incarnation,
+            node.state,
+            list(node.endpoints),
+            [SegmentInfo(s.number, s.segment_id, s.medium, s.capacity_bytes) for s in node.segments],
+        )
+        for node in message.nodes
+    ]
+    return Topology(message.version, nodes)

@@ -1,0 +1,109 @@
+"""The client's transports: one way to each node, the best that works, opened when first needed."""
+
+import logging
+import threading
+import time
+
+from kvpool.client.breaker import Breaker
+from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.transport import SCHEMES, Transport, open_transport, scheme_of
+from kvpool.transport.deadline import Deadline
+from kvpool.transport.wire.messages import NodeInfo, SegmentInfo, Topology
+
+CONNECT_TIMEOUT_S = 1.0
+
+log = logging.getLogger("kvpool.client")
+
+
+class Nodes:
+    """Transports by node process. Thread-safe.
+
+    Args:
+        schemes: Schemes to use, in the order to try them.
+        principal: Who is calling.
+        streams: Connections that one large transfer may use.
+    """
+
+    def __init__(self, schemes: tuple[str, ...], principal: str, streams: int) -> None:
+        for scheme in schemes:
+            scheme_of(f"{scheme}://")
+        self._schemes = schemes
+        self._principal = principal
+        self._streams = streams
+        self._lock = threading.Lock()
+        self._transports: dict[int, Transport] = {}
+        self._breakers: dict[int, Breaker] = {}
+        self._segments: dict[int, tuple[NodeInfo, SegmentInfo]] = {}
+        self._version = 0
+
+    def find(self, number: int, topology: Topology) -> tuple[NodeInfo, SegmentInfo]:
+        """The segment ``number`` and its node; raises UnavailableError when the topology does not know it."""
+        if topology.version != self._version:
+            self._update(topology)
+        found = self._segments.get(number)
+        if found is None:
+            raise UnavailableError(f"segment {number} is of no node known here")
+        return found
+
+    def transport(self, node: NodeInfo, deadline: Deadline) -> Transport:
+        """The transport to ``node``.
+
+        Raises:
+            UnavailableError: None of its endpoints can be reached with the schemes allowed.
+        """
+        transport = self._transports.get(node.incarnation)
+        if transport is not None:
+            return transport
+        breaker = self._breakers.setdefault(node.incarnation, Breaker(time.monotonic, failures_max=1))
+        if not breaker.allows():
+            raise UnavailableError(f"node {node.node_id} could not be reached lately")
+        with self._lock:
+            transport = self._transports.get(node.incarnation)
+            if transport is None:
+                try:
+                    transport = self._open(node, deadline)
+                except KvpoolError:
+                    breaker.failed()
+                    raise
+                self._transports[node.incarnation] = transport
+        return transport
+
+    def names(self) -> dict[int, str]:
+        """Name of the transport in use, by node incarnation."""
+        return {incarnation: transport.name for incarnation, transport in self._transports.items()}
+
+    def close(self) -> None:
+        """Close all transports."""
+        with self._lock:
+            transports, self._transports = list(self._transports.values()), {}
+        for transport in transports:
+            transport.close()
+
+    def _update(self, topology: Topology) -> None:
+        alive = {node.incarnation for node in topology.nodes if node.state != "lost"}
+        with self._lock:
+            self._segments = {s.number: (node, s) for node in topology.nodes for s in node.segments}
+            self._version = topology.version
+            dead = [self._transports.pop(i) for i in list(self._transports) if i not in alive]
+        for transport in dead:
+            transport.close()
+
+    def _open(self, node: NodeInfo, deadline: Deadline) -> Transport:
+        offered = [uri for uri in node.endpoints if uri.partition("://")[0] in SCHEMES]
+        tried: list[str] = []
+        for scheme in self._schemes:
+            for uri in offered:
+                if not uri.startswith(f"{scheme}://"):
+                    continue
+                timeout_s = min(CONNECT_TIMEOUT_S, deadline.left_s())
+                try:
+                    transport = open_transport(uri, self._principal, node.incarnation, self._streams, timeout_s)
+                except KvpoolError as error:
+                    tried.append(f"{uri}: {error}")
+                    continue
+                log.info("node %s is reached over %s (%s)", node.node_id, transport.name, uri)
+                return transport
+        raise UnavailableError(
+            f"node {node.node_id} cannot be reached over {', '.join(self._schemes)}: "
+            f"{'; '.join(tried) or 'it offers ' + ', '.join(offered)}"
+        )

@@ -1,0 +1,149 @@
+"""What the client library answers: frozen records. Misses, time-outs and partial transfers are values here."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kvpool.core.directory import Match, MissReason
+from kvpool.transport.wire.messages import SegmentGrant
+
+__all__ = [
+    "ClientStats",
+    "LoadResult",
+    "Match",
+    "NodeStatus",
+    "PoolStatus",
+    "Reservation",
+    "SegmentStatus",
+    "StoreResult",
+    "WriteResult",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What a load brought.
+
+    Attributes:
+        loaded: Leading blocks whose buffers hold verified bytes.
+        reasons: One entry a buffer: None where it holds verified bytes, else why not; such a buffer holds garbage.
+        size_bytes: Verified bytes.
+    """
+
+    loaded: int
+    reasons: tuple[MissReason | None, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """What a store did.
+
+    Attributes:
+        stored: Blocks written and committed.
+        existing: Blocks that were stored already: the first writer wins, and these bytes were not looked at.
+        in_flight: Blocks that another writer is at.
+        refused: Blocks without room, or lost on the way; the pool holds nothing of them.
+        missing_from: Index into the hashes of the first ancestor that the pool does not hold: store from there.
+        size_bytes: Bytes committed.
+    """
+
+    stored: int
+    existing: int = 0
+    in_flight: int = 0
+    refused: int = 0
+    missing_from: int | None = None
+    size_bytes: int = 0
+
+
+class Reservation(msgspec.Struct, frozen=True, array_like=True):
+    """Places for blocks, to be written by one rank each; plain data, so that it can be sent to the ranks.
+
+    Attributes:
+        number: The write token, 0 when nothing is wanted.
+        first: Index of the slice's first block in the chain it was reserved for.
+        hashes: The slice's hashes, packed.
+        wants: One `kvpool.core.directory.Want` a block.
+        missing_from: See `StoreResult`.
+        grants: What to write where.
+    """
+
+    number: int
+    first: int
+    hashes: bytes
+    wants: bytes
+    missing_from: int | None
+    grants: list[SegmentGrant]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteResult:
+    """What one rank's write of a reservation did: indexes into the slice."""
+
+    committed: tuple[int, ...]
+    failed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStats:
+    """Counts since the client was made.
+
+    Attributes:
+        loaded_bytes: Verified bytes, by transport.
+        stored_bytes: Committed bytes, by transport.
+        misses: Blocks not loaded, by reason.
+        verify_failures: Blocks whose bytes were not the right ones.
+        stores_refused: Blocks that a store could not place or finish.
+        reconnects: Times the metadata service had to be found again.
+    """
+
+    loaded_bytes: dict[str, int]
+    stored_bytes: dict[str, int]
+    misses: dict[str, int]
+    verify_failures: int
+    stores_refused: int
+    reconnects: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentStatus:
+    """One segment, as the directory accounts for it."""
+
+    segment_id: str
+    medium: str
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One node; ``transport`` is what this client uses to reach it, None before its first use."""
+
+    node_id: str
+    state: str
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    endpoints: tuple[str, ...]
+    transport: str | None
+    segments: tuple[SegmentStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """The pool as its metadata service sees it.
+
+    Attributes:
+        incarnation: Of the metadata service.
+        version: Of its software.
+        namespaces: Documents by id (hex).
+        nodes: All nodes known.
+        counters: The directory's counts.
+    """
+
+    incarnation: int
+    version: str
+    namespaces: dict[str, str]
+    nodes: tuple[NodeStatus, ...]
+    counters: dict[str, int]

@@ -1,0 +1,114 @@
+"""Which nodes are in the pool: sessions, states, and when a silent node counts as lost.
+
+A node dials in and gets a session; it obeys that session alone, and a newer one of the same node id replaces it. The
+service's random incarnation and the session's key stand in every grant, so that nothing durable is needed to tell old
+from new.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvpool.core.clock import Clock
+
+
+class MemberState(StrEnum):
+    """State of a node in the pool."""
+
+    JOINING = "joining"
+    """Its inventory is being taken; nothing is placed there yet."""
+    READY = "ready"
+    DRAINING = "draining"
+    """Serves reads, takes no new blocks."""
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSegment:
+    """A segment as its node describes it."""
+
+    segment_id: bytes
+    kind: str
+    capacity_bytes: int
+
+
+@dataclass(slots=True)
+class Member:
+    """One node.
+
+    Attributes:
+        node_id: Its name.
+        incarnation: Random, new at each start of its process.
+        session: Random, new each time it dials in.
+        key: Seals the grants of this session.
+        endpoints: URIs of its data plane, best first.
+        segments: Its segments.
+        seen_s: When it was last heard of.
+        state: See `MemberState`.
+        numbers: Directory numbers of its segments, in order.
+    """
+
+    node_id: str
+    incarnation: int
+    session: int
+    key: bytes
+    endpoints: tuple[str, ...]
+    segments: tuple[MemberSegment, ...]
+    seen_s: float
+    state: MemberState = MemberState.JOINING
+    numbers: list[int] = field(default_factory=list)
+
+
+class Members:
+    """The nodes by id. ``version`` moves whenever clients must learn something new.
+
+    Args:
+        clock: Monotonic seconds.
+        random_bytes: Source of sessions and keys.
+        ttl_s: Silence after which a node is lost.
+    """
+
+    def __init__(self, clock: Clock, random_bytes: Callable[[int], bytes], ttl_s: float) -> None:
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._ttl_s = ttl_s
+        self._by_id: dict[str, Member] = {}
+        self.version = 1
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(list(self._by_id.values()))
+
+    def get(self, node_id: str) -> Member | None:
+        """The node's current membership."""
+        return self._by_id.get(node_id)
+
+    def of_session(self, session: int) -> Member | None:
+        """The member whose current session this is; None for every older one."""
+        return next((m for m in self._by_id.values() if m.session == session and m.state != MemberState.LOST), None)
+
+    def join(
+        self, node_id: str, incarnation: int, endpoints: tuple[str, ...], segments: tuple[MemberSegment, ...]
+    ) -> Member:
+        """A new session for ``node_id``; an older one ends here. The caller drops what the directory had of it."""
+        session = int.from_bytes(self._random_bytes(8), "little") >> 1
+        member = Member(
+            node_id, incarnation, session, self._random_bytes(32), endpoints, segments, self._clock()
+        )
+        self._by_id[node_id] = member
+        self.version += 1
+        return member
+
+    def set_state(self, member: Member, state: MemberState) -> None:
+        """Move the member to ``state``."""
+        if member.state != state:
+            member.state = state
+            self.version += 1
+
+    def heard(self, member: Member) -> None:
+        """The node gave a sign of life."""
+        member.seen_s = self._clock()
+
+    def silent(self) -> list[Member]:
+        """Members not heard of for longer than the limit and not yet lost."""
+        limit_s = self._clock() - self._ttl_s
+        return [m for m in self._by_id.values() if m.state != MemberState.LOST and m.seen_s < limit_s]

@@ -1,0 +1,217 @@
+"""A node's slots: who writes, what is committed, what is pinned, and when pages may be used again.
+
+A slot is an extent of pages named by its first page. Its generation comes from one counter of the segment, so no
+(slot, generation) is ever used twice. States: writing -> committed -> free, with two detours: a slot freed while a
+served read pins it stays until the last unpin, and one whose writer may still be alive rests in quarantine.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvpool.core.clock import Clock
+from kvpool.core.limits import PAGE_BYTES
+from kvpool.core.slab import Slab
+
+
+class SlotState(IntEnum):
+    """State of a slot that is not free; the numbers stand in slot headers."""
+
+    WRITING = 1
+    COMMITTED = 2
+    QUARANTINED = 3
+
+
+@dataclass(slots=True)
+class Slot:
+    """One extent in use.
+
+    Attributes:
+        page: First page; the slot's name.
+        pages: Length.
+        generation: Unique within the segment's life.
+        owner: The writer: a connection's number. Only it may commit or abort.
+        until_s: Writing: when the reservation runs out. Quarantined: when the pages may be used again.
+        pins: Served reads, and received writes, that touch its bytes now.
+        doomed: Free it at the last unpin.
+    """
+
+    page: int
+    pages: int
+    generation: int
+    owner: int
+    until_s: float
+    state: SlotState = SlotState.WRITING
+    pins: int = 0
+    doomed: bool = False
+
+
+class Slots:
+    """All slots of one segment. Not thread-safe: the node holds one lock.
+
+    Args:
+        pages: Size of the segment.
+        clock: Monotonic seconds.
+        first_generation: Above every generation the segment ever used.
+        quarantine_s: How long an abandoned or forcibly freed slot rests.
+    """
+
+    def __init__(self, pages: int, clock: Clock, first_generation: int = 1, quarantine_s: float = 30.0) -> None:
+        self._slab = Slab(pages)
+        self._clock = clock
+        self._quarantine_s = quarantine_s
+        self._slots: dict[int, Slot] = {}
+        self._by_owner: dict[int, set[int]] = {}
+        self._quarantined: set[int] = set()
+        self.next_generation = first_generation
+        self.quarantined_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all pages that are not free."""
+        return (self._slab.pages - self._slab.free_pages) * PAGE_BYTES
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The longest block that still fits."""
+        return self._slab.largest_free * PAGE_BYTES
+
+    def prepare(self, length: int, owner: int, ttl_s: float) -> Slot | None:
+        """A writing slot for ``length`` bytes, or None when no free extent is long enough."""
+        pages = -(-length // PAGE_BYTES)
+        page = self._slab.allocate(pages)
+        if page is None:
+            return None
+        slot = Slot(page, pages, self.next_generation, owner, self._clock() + ttl_s)
+        self.next_generation += 1
+        self._slots[page] = slot
+        self._by_owner.setdefault(owner, set()).add(page)
+        return slot
+
+    def adopt(self, page: int, pages: int, generation: int, *, committed: bool) -> Slot | None:
+        """A slot found again after a restart; None when it overlaps another.
+
+        One that was being written rests in quarantine, since its old writer may still have it mapped.
+        """
+        if not self._slab.take(page, pages):
+            return None
+        slot = Slot(page, pages, generation, 0, 0.0, SlotState.COMMITTED)
+        self._slots[page] = slot
+        self.next_generation = max(self.next_generation, generation + 1)
+        if not committed:
+            self._quarantine(slot)
+        return slot
+
+    def writing(self, page: int, generation: int, owner: int) -> Slot | None:
+        """The slot, if ``owner`` is still writing exactly this generation of it."""
+        slot = self._find(page, generation)
+        return slot if slot is not None and slot.state == SlotState.WRITING and slot.owner == owner else None
+
+    def commit(self, slot: Slot) -> None:
+        """The slot's bytes are complete and may be served; its writer has no more say."""
+        assert slot.state == SlotState.WRITING
+        self._disown(slot)
+        slot.state = SlotState.COMMITTED
+
+    def free(self, page: int, generation: int, *, rest: bool = False) -> bool:
+        """Free the slot if it still holds ``generation``; after quarantine with ``rest``. False if it does not."""
+        slot = self._find(page, generation)
+        if slot is None or slot.state == SlotState.QUARANTINED:
+            return False
+        self._disown(slot)
+        if rest:
+            self._quarantine(slot)
+        else:
+            self._release(slot)
+        return True
+
+    def pin(self, page: int, generation: int) -> Slot | None:
+        """Keep a committed slot's bytes in place until `unpin`; None when it does not hold ``generation``."""
+        slot = self._find(page, generation)
+        if slot is None or slot.state != SlotState.COMMITTED or slot.doomed:
+            return None
+        slot.pins += 1
+        return slot
+
+    def unpin(self, slot: Slot) -> None:
+        """End what `pin` began; the last one frees a slot that was freed meanwhile."""
+        slot.pins -= 1
+        if slot.doomed and not slot.pins:
+            self._release(slot)
+
+    def pinned(self, page: int, generation: int) -> Slot:
+        """The slot that the caller has pinned; it stays until unpinned, whatever became of it."""
+        slot = self._find(page, generation)
+        assert slot is not None
+        assert slot.pins
+        return slot
+
+    def drop_owner(self, owner: int) -> list[Slot]:
+        """The writer is gone for good, so nothing can write its slots any more: free them."""
+        dropped = [self._slots[page] for page in self._by_owner.pop(owner, ())]
+        for slot in dropped:
+            self._release(slot)
+        return dropped
+
+    def expire(self) -> list[Slot]:
+        """Quarantine writes past their deadline and free what has rested long enough; returns the former."""
+        now_s = self._clock()
+        due = [slot for slot in self._resting_or_writing() if slot.until_s <= now_s]
+        expired = [slot for slot in due if slot.state == SlotState.WRITING]
+        for slot in due:
+            if slot.state == SlotState.QUARANTINED:
+                self._release(slot)
+        for slot in expired:
+            self._disown(slot)
+            self._quarantine(slot)
+        return expired
+
+    def check_integrity(self) -> None:
+        """Assert that slots and free extents cover the segment without overlap."""
+        self._slab.check_integrity()
+        end = 0
+        for page in sorted(self._slots):
+            slot = self._slots[page]
+            assert page >= end, "slots do not overlap"
+            end = page + slot.pages
+            assert slot.pins >= 0
+        assert end <= self._slab.pages
+        assert sum(slot.pages for slot in self) + self._slab.free_pages == self._slab.pages
+        assert all(self._slots[p].state == SlotState.WRITING for pages in self._by_owner.values() for p in pages)
+
+    def _resting_or_writing(self) -> list[Slot]:
+        writing = [self._slots[page] for pages in self._by_owner.values() for page in pages]
+        return writing + [self._slots[page] for page in self._quarantined]
+
+    def _find(self, page: int, generation: int) -> Slot | None:
+        slot = self._slots.get(page)
+        return slot if slot is not None and slot.generation == generation else None
+
+    def _disown(self, slot: Slot) -> None:
+        pages = self._by_owner.get(slot.owner)
+        if pages is not None:
+            pages.discard(slot.page)
+            if not pages:
+                del self._by_owner[slot.owner]
+
+    def _quarantine(self, slot: Slot) -> None:
+        slot.state = SlotState.QUARANTINED
+        slot.until_s = self._clock() + self._quarantine_s
+        self._quarantined.add(slot.page)
+        self.quarantined_bytes += slot.pages * PAGE_BYTES
+
+    def _release(self, slot: Slot) -> None:
+        if slot.pins:
+            slot.doomed = True
+            return
+        if slot.state == SlotState.QUARANTINED:
+            self._quarantined.discard(slot.page)
+            self.quarantined_bytes -= slot.pages * PAGE_BYTES
+        del self._slots[slot.page]
+        self._slab.free(slot.page, slot.pages)

@@ -1,0 +1,148 @@
+"""The hot calls over the framed protocol: one session for each connection of a client or a node."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvpool.core.errors import ProtocolError
+from kvpool.core.keys import count_hashes, split_hashes
+from kvpool.core.limits import RESERVE_BLOCKS_MAX, SHARDS_MAX
+from kvpool.meta.service import MetaService
+from kvpool.transport.wire.messages import (
+    ALL_SHARDS,
+    NONE_INDEX,
+    AbortRequest,
+    CommitRequest,
+    Done,
+    GoneRequest,
+    LocateReply,
+    LocateRequest,
+    MatchReply,
+    MatchRequest,
+    Message,
+    Ping,
+    ReportBadRequest,
+    ReserveReply,
+    ReserveRequest,
+    Statuses,
+    unpack,
+)
+from kvpool.transport.wire.server import Payload, Reply
+
+
+class MetaSession:
+    """Serves one connection."""
+
+    def __init__(self, service: MetaService) -> None:
+        self._service = service
+        self._principal = ""
+        self._handlers: dict[type[Message], Callable[[Any], Message]] = {
+            MatchRequest: self._match,
+            LocateRequest: self._locate,
+            ReserveRequest: self._reserve,
+            CommitRequest: self._commit,
+            AbortRequest: self._abort,
+            ReportBadRequest: self._report_bad,
+            GoneRequest: self._gone,
+            Ping: self._ping,
+        }
+
+    def greet(self, principal: str) -> None:
+        """See `Session.greet`."""
+        self._principal = principal
+
+    def handle(self, request: Message, payload: Payload) -> Reply:
+        """See `Session.handle`; block bytes are not for the metadata service."""
+        handler = self._handlers.get(type(request))
+        if handler is None or payload.size_bytes:
+            raise ProtocolError(f"{type(request).__name__} with {payload.size_bytes} bytes is not for this service")
+        return Reply(handler(request))
+
+    def closed(self) -> None:
+        """See `Session.closed`; reservations outlive a connection until their deadline."""
+
+    def _match(self, request: MatchRequest) -> Message:
+        matched = self._service.match(request.namespace, request.hashes, _seconds(request.lease_ms))
+        return MatchReply(matched.blocks, matched.reason or "")
+
+    def _locate(self, request: LocateRequest) -> Message:
+        shard = None if request.shard == ALL_SHARDS else request.shard
+        location = self._service.locate(
+            request.namespace, request.hashes, request.first, shard, _seconds(request.lease_ms)
+        )
+        return LocateReply(
+            count=location.blocks,
+            reason=location.reason or "",
+            blocks=location.block.tobytes(),
+            shards=location.shard.tobytes(),
+            segments=location.segment.tobytes(),
+            slots=location.slot.tobytes(),
+            generations=location.generation.tobytes(),
+            checksums=location.checksum.tobytes(),
+            topology=self._service.topology(request.topology),
+        )
+
+    def _reserve(self, request: ReserveRequest) -> Message:
+        reserved = self._service.reserve(
+            request.namespace,
+            request.hashes,
+            request.first,
+            request.parent,
+            self._principal,
+            _seconds(request.ttl_ms),
+        )
+        result = reserved.result
+        return ReserveReply(
+            reservation=result.reservation,
+            wants=result.wants,
+            missing_from=NONE_INDEX if result.missing_from is None else result.missing_from,
+            grants=reserved.grants,
+            topology=self._service.topology(request.topology),
+        )
+
+    def _commit(self, request: CommitRequest) -> Message:
+        count = count_hashes(request.hashes, RESERVE_BLOCKS_MAX * SHARDS_MAX)
+        written = list(
+            zip(
+                split_hashes(request.hashes),
+                unpack("shards", request.shards, "<u2", count).tolist(),
+                unpack("slots", request.slots, "<u4", count).tolist(),
+                unpack("generations", request.generations, "<u8", count).tolist(),
+                unpack("checksums", request.checksums, "<u8", count).tolist(),
+                strict=True,
+            )
+        )
+        statuses = self._service.commit(request.session, request.segment_id, request.reservation, written)
+        return Statuses(bytes(statuses))
+
+    def _abort(self, request: AbortRequest) -> Message:
+        hashes = None
+        if request.hashes:
+            count_hashes(request.hashes, RESERVE_BLOCKS_MAX)
+            hashes = split_hashes(request.hashes)
+        return Done(self._service.abort(request.reservation, hashes))
+
+    def _report_bad(self, request: ReportBadRequest) -> Message:
+        count_hashes(request.hash, 1)
+        where = (request.segment, request.slot, request.generation)
+        return Done(int(self._service.report_bad(request.namespace, request.hash, *where)))
+
+    def _gone(self, request: GoneRequest) -> Message:
+        count = count_hashes(request.hashes, RESERVE_BLOCKS_MAX)
+        slots = list(
+            zip(
+                split_hashes(request.hashes),
+                unpack("slots", request.slots, "<u4", count).tolist(),
+                unpack("generations", request.generations, "<u8", count).tolist(),
+                strict=True,
+            )
+        )
+        return Done(self._service.gone(request.session, request.segment_id, request.namespace, slots))
+
+    def _ping(self, _request: Ping) -> Message:
+        return Done(0)
+
+
+def _seconds(milliseconds: int) -> float:
+    if milliseconds < 0:
+        raise ProtocolError(f"a time of {milliseconds} ms; it must not be negative")
+    return milliseconds / 1000

@@ -1,0 +1,168 @@
+"""The control stream of a node: its hello, inventory and heartbeats come in, its welcome and orders go out."""
+
+import threading
+from collections.abc import Iterator
+
+import grpc
+
+from kvpool.core.directory import AnnouncedBlock, FreeSlot
+from kvpool.core.errors import KvpoolError, ProtocolError, UnavailableError
+from kvpool.core.keys import count_hashes, split_hashes
+from kvpool.core.limits import (
+    ANNOUNCE_BLOCKS_MAX,
+    HASH_BYTES,
+    RESERVE_BLOCKS_MAX,
+    SEGMENT_ID_BYTES,
+    SHARDS_MAX,
+)
+from kvpool.core.members import Member, MemberSegment
+from kvpool.meta.service import MetaService
+from kvpool.ops.grpc_server import code_of
+from kvpool.ops.logging import get_logger
+from kvpool.v1 import membership_pb2, membership_pb2_grpc
+
+ENDPOINTS_MAX = 16
+SEGMENTS_PER_NODE_MAX = 64
+NODE_ID_CHARS_MAX = 128
+
+log = get_logger(__name__)
+
+
+class MembershipServicer(membership_pb2_grpc.MembershipServicer):
+    """`kvpool.v1.Membership`."""
+
+    def __init__(self, service: MetaService) -> None:
+        self._service = service
+
+    def Control(
+        self, request_iterator: Iterator[membership_pb2.FromNode], context: grpc.ServicerContext
+    ) -> Iterator[membership_pb2.ToNode]:
+        """One node's stream; when it ends, so does the node's session."""
+        try:
+            member = self._join(request_iterator)
+        except KvpoolError as error:
+            context.abort(code_of(error), str(error))
+        stream = _Stream(self._service, member)
+        reader = threading.Thread(target=stream.read, args=(request_iterator,), name="kvpool-control", daemon=True)
+        reader.start()
+        try:
+            yield stream.welcome()
+            yield from stream.instructions(context)
+        except UnavailableError as error:
+            context.abort(grpc.StatusCode.ABORTED, str(error))
+        finally:
+            self._service.leave(member)
+
+    def Commit(
+        self, request: membership_pb2.CommitRequest, context: grpc.ServicerContext
+    ) -> membership_pb2.CommitResponse:
+        count = count_hashes(request.hashes, RESERVE_BLOCKS_MAX * SHARDS_MAX)
+        columns = (request.shard, request.slot, request.generation, request.checksum)
+        _check_columns(count, *map(len, columns))
+        written = list(zip(split_hashes(request.hashes), *columns, strict=True))
+        statuses = self._service.commit(request.session, request.segment_id, request.reservation, written)
+        return membership_pb2.CommitResponse(statuses=bytes(statuses))
+
+    def _join(self, requests: Iterator[membership_pb2.FromNode]) -> Member:
+        first = next(requests, None)
+        if first is None or first.WhichOneof("event") != "hello":
+            raise ProtocolError("a control stream begins with NodeHello")
+        hello = first.hello
+        segments = tuple(MemberSegment(s.segment_id, s.medium, s.capacity_bytes) for s in hello.segments)
+        if not 1 <= len(hello.node_id) <= NODE_ID_CHARS_MAX or len(hello.endpoints) > ENDPOINTS_MAX:
+            raise ProtocolError(f"node id of {len(hello.node_id)} characters, {len(hello.endpoints)} endpoints")
+        if len(segments) > SEGMENTS_PER_NODE_MAX or any(len(s.segment_id) != SEGMENT_ID_BYTES for s in segments):
+            raise ProtocolError(f"segment ids have {SEGMENT_ID_BYTES} bytes; at most {SEGMENTS_PER_NODE_MAX} a node")
+        return self._service.join(hello.node_id, hello.incarnation, tuple(hello.endpoints), segments)
+
+
+class _Stream:
+    """What one control stream has taken in and must still send."""
+
+    def __init__(self, service: MetaService, member: Member) -> None:
+        self._service = service
+        self._member = member
+        self._sent = 0
+        self._inventory_done = threading.Event()
+        self._unwanted: list[FreeSlot] = []
+        self._ended = False
+
+    def welcome(self) -> membership_pb2.ToNode:
+        return membership_pb2.ToNode(
+            welcome=membership_pb2.NodeWelcome(
+                incarnation=self._service.incarnation,
+                session=self._member.session,
+                grant_key=self._member.key,
+                heartbeat_ms=int(self._service.settings.heartbeat_s * 1000),
+            )
+        )
+
+    def instructions(self, context: grpc.ServicerContext) -> Iterator[membership_pb2.ToNode]:
+        """Orders as they come, and Ready once, until the stream ends."""
+        ready_told = False
+        while context.is_active() and not self._ended:
+            if self._inventory_done.is_set() and not ready_told:
+                ready_told = True
+                if self._unwanted:
+                    yield _free_slots(self._unwanted)
+                self._service.ready(self._member)
+                yield membership_pb2.ToNode(ready=membership_pb2.Ready())
+            orders = self._service.wait_for_orders(
+                self._member, self._sent, self._service.settings.heartbeat_s if ready_told else 0.02
+            )
+            if orders:
+                self._sent = orders[-1].number
+                yield _free_slots(orders)
+
+    def read(self, requests: Iterator[membership_pb2.FromNode]) -> None:
+        """Take in what the node sends, until it stops or the session is over."""
+        try:
+            for request in requests:
+                self._take(request)
+        except grpc.RpcError:
+            pass  # the stream broke: the session ends with it
+        except KvpoolError as error:
+            log.warning("control_stream_refused", node=self._member.node_id, error=str(error))
+        finally:
+            self._ended = True
+            self._service.leave(self._member)
+
+    def _take(self, request: membership_pb2.FromNode) -> None:
+        event = request.WhichOneof("event")
+        if event == "heartbeat":
+            self._service.heard(self._member, request.heartbeat.orders_applied)
+        elif event == "inventory":
+            self._take_inventory(request.inventory)
+        elif event == "inventory_done":
+            self._service.heard(self._member, request.inventory_done.orders_applied)
+            self._inventory_done.set()
+        elif event == "draining":
+            self._service.draining(self._member)
+        else:
+            raise ProtocolError(f"control stream event {event!r} is not expected here")
+
+    def _take_inventory(self, part: membership_pb2.Inventory) -> None:
+        count = count_hashes(part.hashes, ANNOUNCE_BLOCKS_MAX)
+        columns = (part.shard, part.slot, part.generation, part.checksum, part.age_s)
+        _check_columns(count, len(part.parents) // HASH_BYTES, *map(len, columns))
+        parents = [parent if any(parent) else b"" for parent in split_hashes(part.parents)]
+        blocks = [AnnouncedBlock(*row) for row in zip(split_hashes(part.hashes), parents, *columns, strict=True)]
+        unwanted = self._service.take_inventory(self._member, part.segment_id, part.document, blocks)
+        self._unwanted += [FreeSlot(0, part.segment_id, b.slot, b.generation, rest=False) for b in unwanted]
+
+
+def _free_slots(orders: list[FreeSlot]) -> membership_pb2.ToNode:
+    return membership_pb2.ToNode(
+        free_slots=membership_pb2.FreeSlots(
+            number=[order.number for order in orders],
+            segment_id=[order.segment_id for order in orders],
+            slot=[order.slot for order in orders],
+            generation=[order.generation for order in orders],
+            rest=[order.rest for order in orders],
+        )
+    )
+
+
+def _check_columns(count: int, *lengths: int) -> None:
+    if any(length != count for length in lengths):
+        raise ProtocolError(f"columns of {lengths} elements for {count} hashes; they must be equally long")

@@ -1,0 +1,94 @@
+"""Assembles and runs the metadata service: state, framed protocol, gRPC, housekeeping."""
+
+import os
+import threading
+import time
+
+from kvpool.meta.framed import MetaSession
+from kvpool.meta.membership import MembershipServicer
+from kvpool.meta.service import MetaService
+from kvpool.meta.servicers import AdminServicer, DirectoryServicer
+from kvpool.ops.grpc_server import GrpcServer
+from kvpool.ops.logging import get_logger
+from kvpool.ops.settings import MetaSettings
+from kvpool.ops.version import VERSION
+from kvpool.transport.wire.server import FramedServer, Identity
+from kvpool.v1 import admin_pb2_grpc, directory_pb2_grpc, membership_pb2_grpc
+
+SERVICES = ("kvpool.v1.Directory", "kvpool.v1.Membership", "kvpool.v1.Admin")
+STOP_GRACE_S = 1.0
+
+log = get_logger(__name__)
+
+
+class MetaServer:
+    """A metadata service in this process. `start` returns when it serves; `stop` when nothing of it is left.
+
+    Attributes:
+        service: The state, for tests and embedding.
+        grpc_address: ``host:port``, once started.
+        framed_address: ``host:port``, once started.
+        uri: What clients and nodes are told: ``grpc://host:port``.
+    """
+
+    def __init__(self, settings: MetaSettings) -> None:
+        self.settings = settings
+        self.service = MetaService(settings, time.monotonic, os.urandom)
+        self.grpc_address = ""
+        self.framed_address = ""
+        self._framed = FramedServer(
+            Identity("meta", self.service.incarnation),
+            lambda _number, _local: MetaSession(self.service),
+            settings.connections_max,
+        )
+        self._grpc: GrpcServer | None = None
+        self._stopping = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="kvpool-tick", daemon=True)
+
+    @property
+    def uri(self) -> str:
+        """Where the pool is reached."""
+        return f"grpc://{self.grpc_address}"
+
+    def start(self) -> None:
+        """Listen and serve.
+
+        Raises:
+            CapacityError: An address cannot be listened on; nothing is left running.
+        """
+        settings = self.settings
+        try:
+            tcp_uri = self._framed.listen_tcp(settings.listen, settings.framed_port)
+            self.framed_address = tcp_uri.removeprefix("tcp://")
+            framed = [tcp_uri]
+            if settings.unix_socket is not None:
+                framed.insert(0, self._framed.listen_unix(settings.unix_socket))
+            self._framed.start()
+            self._grpc = GrpcServer(SERVICES, lambda s: self._register(s, framed), reflection_on=settings.reflection)
+            self.grpc_address = self._grpc.start(settings.listen, settings.grpc_port)
+        except BaseException:
+            self._framed.stop()
+            raise
+        self._ticker.start()
+        log.info("meta_started", grpc=self.grpc_address, framed=framed, incarnation=self.service.incarnation)
+
+    def stop(self) -> None:
+        """Stop serving and wait for every thread."""
+        self._stopping.set()
+        if self._grpc is not None:
+            self._grpc.stop(STOP_GRACE_S)
+        self._framed.stop()
+        if self._ticker.ident is not None:
+            self._ticker.join()
+        log.info("meta_stopped")
+
+    def _register(self, server, framed: list[str]) -> None:  # type: ignore[no-untyped-def]
+        directory_pb2_grpc.add_DirectoryServicer_to_server(
+            DirectoryServicer(self.service, framed, VERSION), server
+        )
+        membership_pb2_grpc.add_MembershipServicer_to_server(MembershipServicer(self.service), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self.service, VERSION), server)
+
+    def _tick(self) -> None:
+        while not self._stopping.wait(self.settings.heartbeat_s):
+            self.service.tick()

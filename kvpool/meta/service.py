@@ -1,0 +1,369 @@
+"""The metadata service without its wires: one lock round the directory and the members.
+
+Every front door (gRPC servicers, framed sessions) calls these methods; nothing else touches the state.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpool.core.clock import Clock
+from kvpool.core.directory import (
+    AnnouncedBlock,
+    CommitStatus,
+    Directory,
+    DirectoryConfig,
+    DirectoryStats,
+    FreeSlot,
+    Location,
+    Match,
+    MissReason,
+    ReserveResult,
+    Share,
+)
+from kvpool.core.errors import InvalidHashError, UnavailableError
+from kvpool.core.grants import Grant, seal
+from kvpool.core.limits import HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
+from kvpool.core.members import Member, Members, MemberSegment, MemberState
+from kvpool.core.namespace import Namespace, parse_namespace
+from kvpool.ops.logging import get_logger
+from kvpool.ops.settings import MetaSettings
+from kvpool.transport.wire.messages import NodeInfo, SegmentGrant, SegmentInfo, Topology, pack
+
+ORDERS_PER_MESSAGE = 1024
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A reservation, with a sealed grant for each segment."""
+
+    result: ReserveResult
+    grants: list[SegmentGrant]
+
+
+@dataclass(frozen=True, slots=True)
+class MetaStatus:
+    """What operators see."""
+
+    incarnation: int
+    topology: Topology
+    namespaces: list[Namespace]
+    stats: DirectoryStats
+    used: dict[int, tuple[int, int]]
+    """(used bytes, placements) by segment number."""
+
+
+class MetaService:
+    """Directory and members behind one lock. Thread-safe.
+
+    Args:
+        settings: Limits and times.
+        clock: Monotonic seconds.
+        random_bytes: Source of incarnation, sessions and keys.
+    """
+
+    def __init__(self, settings: MetaSettings, clock: Clock, random_bytes: Callable[[int], bytes]) -> None:
+        self.settings = settings
+        self.incarnation = int.from_bytes(random_bytes(8), "little") >> 1
+        config = DirectoryConfig(
+            policy=settings.policy, lease_cap=settings.lease_cap, tombstones=settings.tombstones
+        )
+        self._directory = Directory(clock, config)
+        self._members = Members(clock, random_bytes, settings.node_ttl_s)
+        self._lock = threading.Lock()
+        self._orders_changed = threading.Condition(self._lock)
+        self._topology: Topology | None = None
+
+    # Clients
+
+    def open_namespace(self, document: bytes) -> bytes:
+        """Make a namespace known; returns its id. Raises InvalidNamespaceError, CapacityError."""
+        namespace = parse_namespace(document)
+        with self._lock:
+            self._directory.open_namespace(namespace)
+        return namespace.id
+
+    def namespace(self, namespace_id: bytes) -> Namespace:
+        """The open namespace; raises UnknownNamespaceError."""
+        with self._lock:
+            return self._directory.namespace(_checked_id(namespace_id))
+
+    def match(self, namespace_id: bytes, hashes: bytes, lease_s: float) -> Match:
+        """See `Directory.match`."""
+        with self._lock:
+            return self._directory.match(_checked_id(namespace_id), hashes, self._lease_s(lease_s))
+
+    def locate(
+        self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None, lease_s: float
+    ) -> Location:
+        """See `Directory.locate`."""
+        with self._lock:
+            namespace_id = _checked_id(namespace_id)
+            return self._directory.locate(namespace_id, hashes, first, shard, self._lease_s(lease_s))
+
+    def reserve(
+        self, namespace_id: bytes, hashes: bytes, first: int, parent: bytes, owner: str, ttl_s: float
+    ) -> Reserved:
+        """See `Directory.reserve`; ``ttl_s`` of 0 asks for the default."""
+        namespace_id = _checked_id(namespace_id)
+        if len(parent) not in (0, HASH_BYTES):
+            raise InvalidHashError(f"parent is {len(parent)} bytes; a block hash is {HASH_BYTES}")
+        ttl_s = min(ttl_s or self.settings.reservation_ttl_s, RESERVATION_S_MAX)
+        with self._lock:
+            result = self._directory.reserve(namespace_id, hashes, first, parent, owner=owner, ttl_s=ttl_s)
+            if any(share.victims for share in result.shares.values()):
+                self._orders_changed.notify_all()
+            above = parent if not first else hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES]
+            chain = (above or bytes(HASH_BYTES)) + hashes[first * HASH_BYTES :]
+            grants = [
+                SegmentGrant(
+                    segment=number,
+                    shard=shard,
+                    blocks=pack(share.indexes, "<u4"),
+                    grant=self._seal(number, shard, share, chain, namespace_id, result.reservation, ttl_s),
+                )
+                for (number, shard), share in result.shares.items()
+            ]
+        return Reserved(result, grants)
+
+    def abort(self, reservation: int, hashes: list[bytes] | None) -> int:
+        """See `Directory.abort`."""
+        with self._lock:
+            return self._directory.abort(reservation, hashes)
+
+    def report_bad(self, namespace_id: bytes, block_hash: bytes, segment: int, slot: int, generation: int) -> bool:
+        """See `Directory.report_bad`; False for a segment that is not open any more."""
+        with self._lock:
+            segment_id = next((s.segment_id for s in self._directory.segments() if s.number == segment), None)
+            if segment_id is None:
+                return False
+            dropped = self._directory.report_bad(segment_id, _checked_id(namespace_id), block_hash, slot, generation)
+            self._orders_changed.notify_all()
+        if dropped:
+            log.warning("bad_block_reported", block=block_hash.hex()[:8], segment=segment, slot=slot)
+        return dropped
+
+    def topology(self, known_version: int) -> Topology | None:
+        """The nodes, or None when the caller's version is the current one."""
+        with self._lock:
+            if known_version == self._members.version:
+                return None
+            if self._topology is None or self._topology.version != self._members.version:
+                nodes = [_node_info(member) for member in self._members]
+                self._topology = Topology(self._members.version, nodes)
+            return self._topology
+
+    # Nodes
+
+    def join(
+        self, node_id: str, incarnation: int, endpoints: tuple[str, ...], segments: tuple[MemberSegment, ...]
+    ) -> Member:
+        """A node dials in: what was known of it goes, and its inventory follows.
+
+        Raises:
+            UsageError: A segment that is another node's, or without capacity.
+        """
+        with self._lock:
+            previous = self._members.get(node_id)
+            if previous is not None:
+                self._drop_segments(previous)
+            member = self._members.join(node_id, incarnation, endpoints, segments)
+            try:
+                for segment in segments:
+                    number = self._directory.add_segment(segment.segment_id, node_id, segment.capacity_bytes)
+                    self._directory.set_accepting(segment.segment_id, accepting=False)
+                    member.numbers.append(number)
+            except BaseException:
+                self._drop_segments(member)
+                self._members.set_state(member, MemberState.LOST)
+                raise
+        log.info("node_joined", node=node_id, segments=len(segments), endpoints=list(endpoints))
+        return member
+
+    def take_inventory(
+        self, member: Member, segment_id: bytes, document: bytes, blocks: list[AnnouncedBlock]
+    ) -> list[AnnouncedBlock]:
+        """Part of a node's inventory; the blocks the node must free."""
+        namespace = parse_namespace(document)
+        with self._lock:
+            self._check_session(member)
+            self._directory.open_namespace(namespace)
+            wanted = self._directory.announce(segment_id, namespace.id, blocks)
+        return [block for block, want in zip(blocks, wanted, strict=True) if not want]
+
+    def ready(self, member: Member) -> None:
+        """The node's inventory is complete: blocks may be placed on it."""
+        with self._lock:
+            self._check_session(member)
+            for segment in member.segments:
+                self._directory.set_accepting(segment.segment_id, accepting=True)
+            self._members.set_state(member, MemberState.READY)
+        log.info("node_ready", node=member.node_id)
+
+    def draining(self, member: Member) -> None:
+        """The node takes no new blocks."""
+        with self._lock:
+            self._check_session(member)
+            for segment in member.segments:
+                self._directory.set_accepting(segment.segment_id, accepting=False)
+            self._members.set_state(member, MemberState.DRAINING)
+        log.info("node_draining", node=member.node_id)
+
+    def heard(self, member: Member, orders_applied: int) -> None:
+        """A heartbeat, or any other sign of life."""
+        with self._lock:
+            self._check_session(member)
+            self._members.heard(member)
+            self._directory.acknowledge(member.node_id, orders_applied)
+
+    def leave(self, member: Member) -> None:
+        """The node's stream has ended: its blocks are no longer offered."""
+        with self._lock:
+            if self._members.of_session(member.session) is not member:
+                return
+            self._members.set_state(member, MemberState.LOST)
+            self._drop_segments(member)
+            self._orders_changed.notify_all()
+        log.info("node_left", node=member.node_id)
+
+    def wait_for_orders(self, member: Member, after: int, timeout_s: float) -> list[FreeSlot]:
+        """Orders numbered above ``after``, waiting for some up to ``timeout_s``.
+
+        Raises:
+            UnavailableError: The session is over.
+        """
+        with self._orders_changed:
+            self._check_session(member)
+            orders = self._directory.orders(member.node_id, after, ORDERS_PER_MESSAGE)
+            if not orders:
+                self._orders_changed.wait(timeout_s)
+                self._check_session(member)
+                orders = self._directory.orders(member.node_id, after, ORDERS_PER_MESSAGE)
+            return orders
+
+    def commit(
+        self, session: int, segment_id: bytes, reservation: int, written: list[tuple[bytes, int, int, int, int]]
+    ) -> list[CommitStatus]:
+        """See `Directory.commit`; everything is stale from a node whose session is over."""
+        with self._lock:
+            member = self._members.of_session(session)
+            if member is None or all(s.segment_id != segment_id for s in member.segments):
+                return [CommitStatus.STALE] * len(written)
+            return self._directory.commit(reservation, segment_id, written)
+
+    def gone(
+        self, session: int, segment_id: bytes, namespace_id: bytes, slots: list[tuple[bytes, int, int]]
+    ) -> int:
+        """(hash, slot, generation) that a node no longer has; how many the directory named."""
+        with self._lock:
+            member = self._members.of_session(session)
+            if member is None or all(s.segment_id != segment_id for s in member.segments):
+                return 0
+            namespace_id = _checked_id(namespace_id)
+            return sum(self._directory.gone(segment_id, namespace_id, *slot) for slot in slots)
+
+    # Operators and housekeeping
+
+    def explain(self, namespace_id: bytes, block_hash: bytes) -> MissReason | None:
+        """See `Directory.explain`."""
+        with self._lock:
+            return self._directory.explain(_checked_id(namespace_id), block_hash)
+
+    def pin(self, namespace_id: bytes, block_hash: bytes, ttl_s: float | None) -> bool:
+        """See `Directory.pin`."""
+        with self._lock:
+            return self._directory.pin(_checked_id(namespace_id), block_hash, ttl_s)
+
+    def unpin(self, namespace_id: bytes, block_hash: bytes) -> bool:
+        """See `Directory.unpin`."""
+        with self._lock:
+            return self._directory.unpin(_checked_id(namespace_id), block_hash)
+
+    def status(self) -> MetaStatus:
+        """What operators see, now."""
+        topology = self.topology(0)
+        assert topology is not None
+        with self._lock:
+            return MetaStatus(
+                incarnation=self.incarnation,
+                topology=topology,
+                namespaces=self._directory.namespaces(),
+                stats=self._directory.stats(),
+                used={s.number: (s.used_bytes, s.blocks) for s in self._directory.segments()},
+            )
+
+    def tick(self) -> None:
+        """Free abandoned reservations and lose silent nodes; called every heartbeat or so."""
+        with self._lock:
+            self._directory.expire()
+            silent = self._members.silent()
+        for member in silent:
+            log.warning("node_silent", node=member.node_id, ttl_s=self.settings.node_ttl_s)
+            self.leave(member)
+
+    def check_integrity(self) -> None:
+        """Assert the directory's invariants; for tests."""
+        with self._lock:
+            self._directory.check_integrity()
+
+    def _drop_segments(self, member: Member) -> None:
+        for segment in member.segments:
+            self._directory.lose_segment(segment.segment_id)
+        member.numbers.clear()
+
+    def _check_session(self, member: Member) -> None:
+        if self._members.of_session(member.session) is not member:
+            raise UnavailableError(f"the session of node {member.node_id} is over; dial in again")
+
+    def _lease_s(self, lease_s: float) -> float:
+        return min(lease_s, self.settings.lease_max_s)
+
+    def _seal(
+        self,
+        number: int,
+        shard: int,
+        share: Share,
+        chain: bytes,
+        namespace_id: bytes,
+        reservation: int,
+        ttl_s: float,
+    ) -> bytes:
+        """The grant for one segment; ``chain`` begins with the hash above the reserved slice."""
+        segment = self._directory.segment(number)
+        member = self._members.get(segment.node_id)
+        assert member is not None, "an open segment has a member"
+        hashes = np.frombuffer(chain, "V32")
+        indexes = np.array(share.indexes, np.int64)
+        grant = Grant(
+            incarnation=self.incarnation,
+            session=member.session,
+            reservation=reservation,
+            segment_id=segment.segment_id,
+            namespace=namespace_id,
+            block_bytes=self._directory.namespace(namespace_id).block_bytes,
+            ttl_ms=int(ttl_s * 1000),
+            hashes=hashes[indexes + 1].tobytes(),
+            parents=hashes[indexes].tobytes(),
+            shard=shard,
+            victim_slots=pack([order.slot for order in share.victims], "<u4"),
+            victim_generations=pack([order.generation for order in share.victims], "<u8"),
+        )
+        return seal(grant, member.key)
+
+
+def _checked_id(namespace_id: bytes) -> bytes:
+    if len(namespace_id) != NAMESPACE_ID_BYTES:
+        raise InvalidHashError(f"namespace id of {len(namespace_id)} bytes; it has {NAMESPACE_ID_BYTES}")
+    return namespace_id
+
+
+def _node_info(member: Member) -> NodeInfo:
+    segments = [
+        SegmentInfo(number, segment.segment_id, segment.kind, segment.capacity_bytes)
+        for number, segment in zip(member.numbers, member.segments, strict=False)
+    ]
+    return NodeInfo(member.node_id, member.incarnation, member.state, list(member.endpoints), segments)

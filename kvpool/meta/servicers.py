@@ -1,0 +1,180 @@
+"""gRPC servicers of the metadata service: they translate messages and decide nothing."""
+
+from kvpool.core.keys import count_hashes, split_hashes
+from kvpool.core.limits import RESERVE_BLOCKS_MAX
+from kvpool.meta.service import MetaService
+from kvpool.transport.wire.messages import Topology, unpack
+from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
+
+import dataclasses
+
+import grpc
+
+
+class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
+    """`kvpool.v1.Directory`.
+
+    Args:
+        service: What answers.
+        framed: URIs of the framed protocol, best first.
+        version: Of the software.
+    """
+
+    def __init__(self, service: MetaService, framed: list[str], version: str) -> None:
+        self._service = service
+        self._framed = framed
+        self._version = version
+
+    def GetPool(
+        self, request: directory_pb2.GetPoolRequest, context: grpc.ServicerContext
+    ) -> directory_pb2.GetPoolResponse:
+        return directory_pb2.GetPoolResponse(
+            incarnation=self._service.incarnation,
+            version=self._version,
+            framed=self._framed,
+            topology=topology_message(self._service),
+        )
+
+    def OpenNamespace(
+        self, request: directory_pb2.OpenNamespaceRequest, context: grpc.ServicerContext
+    ) -> directory_pb2.OpenNamespaceResponse:
+        return directory_pb2.OpenNamespaceResponse(namespace=self._service.open_namespace(request.document))
+
+    def DescribeNamespace(
+        self, request: directory_pb2.DescribeNamespaceRequest, context: grpc.ServicerContext
+    ) -> directory_pb2.DescribeNamespaceResponse:
+        namespace = self._service.namespace(request.namespace)
+        return directory_pb2.DescribeNamespaceResponse(document=namespace.document)
+
+    def Match(
+        self, request: directory_pb2.MatchRequest, context: grpc.ServicerContext
+    ) -> directory_pb2.MatchResponse:
+        matched = self._service.match(request.namespace, request.hashes, request.lease_ms / 1000)
+        return directory_pb2.MatchResponse(blocks=matched.blocks, reason=matched.reason or "")
+
+    def Locate(
+        self, request: directory_pb2.LocateRequest, context: grpc.ServicerContext
+    ) -> directory_pb2.LocateResponse:
+        shard = request.shard if request.HasField("shard") else None
+        location = self._service.locate(
+            request.namespace, request.hashes, request.first, shard, request.lease_ms / 1000
+        )
+        return directory_pb2.LocateResponse(
+            blocks=location.blocks,
+            reason=location.reason or "",
+            block=location.block.tolist(),
+            shard=location.shard.tolist(),
+            segment=location.segment.tolist(),
+            slot=location.slot.tolist(),
+            generation=location.generation.tolist(),
+            checksum=location.checksum.tolist(),
+        )
+
+    def Reserve(
+        self, request: directory_pb2.ReserveRequest, context: grpc.ServicerContext
+    ) -> directory_pb2.ReserveResponse:
+        reserved = self._service.reserve(
+            request.namespace, request.hashes, request.first, request.parent, context.peer(), request.ttl_ms / 1000
+        )
+        grants = [
+            directory_pb2.SegmentGrant(
+                segment=grant.segment,
+                block=unpack("blocks", grant.blocks, "<u4", len(grant.blocks) // 4).tolist(),
+                shard=grant.shard,
+                grant=grant.grant,
+            )
+            for grant in reserved.grants
+        ]
+        return directory_pb2.ReserveResponse(
+            reservation=reserved.result.reservation,
+            wants=reserved.result.wants,
+            missing_from=reserved.result.missing_from,
+            grants=grants,
+        )
+
+    def Abort(
+        self, request: directory_pb2.AbortRequest, context: grpc.ServicerContext
+    ) -> directory_pb2.AbortResponse:
+        hashes = None
+        if request.hashes:
+            count_hashes(request.hashes, RESERVE_BLOCKS_MAX)
+            hashes = split_hashes(request.hashes)
+        return directory_pb2.AbortResponse(blocks=self._service.abort(request.reservation, hashes))
+
+    def ReportBad(
+        self, request: directory_pb2.ReportBadRequest, context: grpc.ServicerContext
+    ) -> directory_pb2.ReportBadResponse:
+        count_hashes(request.hash, 1)
+        dropped = self._service.report_bad(
+            request.namespace, request.hash, request.segment, request.slot, request.generation
+        )
+        return directory_pb2.ReportBadResponse(dropped=dropped)
+
+
+class AdminServicer(admin_pb2_grpc.AdminServicer):
+    """`kvpool.v1.Admin`."""
+
+    def __init__(self, service: MetaService, version: str) -> None:
+        self._service = service
+        self._version = version
+
+    def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.GetStatusResponse:
+        status = self._service.status()
+        return admin_pb2.GetStatusResponse(
+            incarnation=status.incarnation,
+            version=self._version,
+            topology=topology_message(self._service),
+            namespaces=[
+                admin_pb2.NamespaceStatus(namespace=namespace.id, document=namespace.document)
+                for namespace in status.namespaces
+            ],
+            counters=dataclasses.asdict(status.stats),
+        )
+
+    def Explain(
+        self, request: admin_pb2.ExplainRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.ExplainResponse:
+        count_hashes(request.hash, 1)
+        return admin_pb2.ExplainResponse(reason=self._service.explain(request.namespace, request.hash) or "")
+
+    def Pin(self, request: admin_pb2.PinRequest, context: grpc.ServicerContext) -> admin_pb2.PinResponse:
+        count_hashes(request.hash, 1)
+        ttl_s = request.ttl_ms / 1000 if request.HasField("ttl_ms") else None
+        return admin_pb2.PinResponse(pinned=self._service.pin(request.namespace, request.hash, ttl_s))
+
+    def Unpin(self, request: admin_pb2.UnpinRequest, context: grpc.ServicerContext) -> admin_pb2.UnpinResponse:
+        count_hashes(request.hash, 1)
+        return admin_pb2.UnpinResponse(unpinned=self._service.unpin(request.namespace, request.hash))
+
+
+def topology_message(service: MetaService) -> common_pb2.Topology:
+    """The nodes with their use, as gRPC tells it."""
+    status = service.status()
+    topology: Topology = status.topology
+    nodes = []
+    for node in topology.nodes:
+        segments = [
+            common_pb2.Segment(
+                number=segment.number,
+                segment_id=segment.segment_id,
+                medium=segment.medium,
+                capacity_bytes=segment.capacity_bytes,
+                used_bytes=status.used.get(segment.number, (0, 0))[0],
+                blocks=status.used.get(segment.number, (0, 0))[1],
+            )
+            for segment in node.segments
+        ]
+        nodes.append(
+            common_pb2.Node(
+                node_id=node.node_id,
+                incarnation=node.incarnation,
+                state=node.state,
+                endpoints=node.endpoints,
+                segments=segments,
+            )
+        )
+    return common_pb2.Topology(version=topology.version, nodes=nodes)
+
+

@@ -1,0 +1,214 @@
+"""The node's control loop: dial the metadata service, announce what is here, obey its orders, dial again when it ends."""
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import grpc
+
+from kvpool.core.directory import FreeSlot
+from kvpool.core.errors import KvpoolError
+from kvpool.core.limits import ANNOUNCE_BLOCKS_MAX
+from kvpool.node.headers import SlotHeader
+from kvpool.node.link import MetaLink
+from kvpool.node.namespaces import NamespaceBook
+from kvpool.node.store import NodeSession, NodeStore
+from kvpool.ops.logging import get_logger
+from kvpool.v1 import common_pb2, membership_pb2, membership_pb2_grpc
+
+REDIAL_FIRST_S = 0.05
+REDIAL_MAX_S = 2.0
+NO_NUMBER = 0xFFFF_FFFF
+_INVENTORY_PART = min(ANNOUNCE_BLOCKS_MAX, 8_192)
+
+log = get_logger(__name__)
+
+
+class Control:
+    """Keeps one control stream open while the node lives.
+
+    Args:
+        node_id: The node's name.
+        incarnation: Random, new at each start.
+        endpoints: URIs of its data plane, best first.
+        store: What it holds.
+        book: Documents of the namespaces it has blocks of.
+        link: The metadata service.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        incarnation: int,
+        endpoints: list[str],
+        store: NodeStore,
+        book: NamespaceBook,
+        link: MetaLink,
+    ) -> None:
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._endpoints = endpoints
+        self._store = store
+        self._book = book
+        self._link = link
+        self._stub = membership_pb2_grpc.MembershipStub(link.channel)
+        self._stopping = threading.Event()
+        self._call: grpc.Call | None = None
+        self._out: queue.SimpleQueue[membership_pb2.FromNode | None] = queue.SimpleQueue()
+        self._orders_applied = 0
+        self._meta_incarnation = 0
+        self._thread = threading.Thread(target=self._run, name="kvpool-control", daemon=True)
+        self.ready = threading.Event()
+        self.failure: str | None = None
+
+    def start(self) -> None:
+        """Begin to dial."""
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Tell the service that nothing new should be placed here."""
+        self._store.draining = True
+        self._out.put(membership_pb2.FromNode(draining=membership_pb2.NodeDraining()))
+
+    def stop(self) -> None:
+        """End the stream and wait for the loop."""
+        self._stopping.set()
+        self._out.put(None)
+        if self._call is not None:
+            self._call.cancel()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        delay_s = REDIAL_FIRST_S
+        while not self._stopping.is_set():
+            try:
+                self._one_session()
+                delay_s = REDIAL_FIRST_S
+            except grpc.RpcError as error:
+                self.failure = error.details() if isinstance(error, grpc.Call) else str(error)
+            except KvpoolError as error:
+                self.failure = str(error)
+            self._store.session = None
+            if self.ready.is_set():
+                log.warning("control_stream_ended", node=self._node_id, reason=self.failure)
+                self.ready.clear()
+                delay_s = REDIAL_FIRST_S
+            self._stopping.wait(delay_s)
+            delay_s = min(2 * delay_s, REDIAL_MAX_S)
+
+    def _one_session(self) -> None:
+        self._out = queue.SimpleQueue()
+        self._out.put(self._hello())
+        call = self._call = self._stub.Control(self._outgoing())
+        if self._stopping.is_set():
+            call.cancel()
+        beat: threading.Thread | None = None
+        ended = threading.Event()
+        try:
+            for message in call:
+                instruction = message.WhichOneof("instruction")
+                if instruction == "welcome":
+                    self._welcomed(message.welcome)
+                    interval_s = message.welcome.heartbeat_ms / 1000
+                    beat = threading.Thread(
+                        target=self._beat, args=(interval_s, ended), name="kvpool-heartbeat", daemon=True
+                    )
+                    beat.start()
+                elif instruction == "free_slots":
+                    self._apply(message.free_slots)
+                elif instruction == "ready":
+                    self.ready.set()
+                    log.info("node_ready", node=self._node_id, session=self._meta_incarnation)
+        finally:
+            ended.set()
+            self._out.put(None)
+            call.cancel()
+            if beat is not None:
+                beat.join()
+
+    def _outgoing(self) -> Iterator[membership_pb2.FromNode]:
+        out = self._out
+        while (message := out.get()) is not None:
+            yield message
+
+    def _hello(self) -> membership_pb2.FromNode:
+        hello = membership_pb2.NodeHello(
+            node_id=self._node_id,
+            incarnation=self._incarnation,
+            endpoints=self._endpoints,
+            segments=[self.segment()],
+        )
+        return membership_pb2.FromNode(hello=hello)
+
+    def _welcomed(self, welcome: membership_pb2.NodeWelcome) -> None:
+        if welcome.incarnation != self._meta_incarnation:
+            # Another service numbers its orders anew.
+            self._meta_incarnation, self._orders_applied = welcome.incarnation, 0
+        session = NodeSession(welcome.incarnation, welcome.session, welcome.grant_key)
+        self._link.follow(session)
+        self._store.session = session
+        self._announce()
+        done = membership_pb2.InventoryDone(orders_applied=self._orders_applied)
+        self._out.put(membership_pb2.FromNode(inventory_done=done))
+        if self._store.draining:
+            self._out.put(membership_pb2.FromNode(draining=membership_pb2.NodeDraining()))
+
+    def _announce(self) -> None:
+        by_namespace: dict[bytes, list[SlotHeader]] = {}
+        for header in self._store.inventory():
+            by_namespace.setdefault(header.namespace, []).append(header)
+        for namespace_id, headers in by_namespace.items():
+            document = self._book.get(namespace_id)
+            if document is None:
+                log.warning("namespace_unknown", namespace=namespace_id.hex()[:8], slots=len(headers))
+                self._store.free_headers(headers)
+                continue
+            for start in range(0, len(headers), _INVENTORY_PART):
+                part = headers[start : start + _INVENTORY_PART]
+                self._out.put(membership_pb2.FromNode(inventory=self._inventory(namespace_id, document, part)))
+
+    def _inventory(
+        self, namespace_id: bytes, document: bytes, headers: list[SlotHeader]
+    ) -> membership_pb2.Inventory:
+        return membership_pb2.Inventory(
+            segment_id=self._store.segment.segment_id,
+            document=document,
+            namespace=namespace_id,
+            hashes=b"".join(header.hash for header in headers),
+            parents=b"".join(header.parent for header in headers),
+            shard=[header.shard for header in headers],
+            slot=[header.page for header in headers],
+            generation=[header.generation for header in headers],
+            checksum=[header.checksum for header in headers],
+            age_s=[0.0] * len(headers),
+        )
+
+    def _apply(self, orders: membership_pb2.FreeSlots) -> None:
+        columns = (orders.number, orders.segment_id, orders.slot, orders.generation, orders.rest)
+        self._store.apply(FreeSlot(*row) for row in zip(*columns, strict=True))
+        self._orders_applied = max(self._orders_applied, *orders.number)
+
+    def _beat(self, interval_s: float, ended: threading.Event) -> None:
+        while not ended.wait(interval_s):
+            self._store.expire()
+            stats = self._store.stats()
+            heartbeat = membership_pb2.Heartbeat(
+                orders_applied=self._orders_applied,
+                segments=[self.segment()],
+                quarantined_bytes=stats.quarantined_bytes,
+                largest_free_bytes=stats.largest_free_bytes,
+            )
+            self._out.put(membership_pb2.FromNode(heartbeat=heartbeat))
+
+    def segment(self) -> common_pb2.Segment:
+        """The segment as others see it."""
+        segment, stats = self._store.segment, self._store.stats()
+        return common_pb2.Segment(
+            number=NO_NUMBER,
+            segment_id=segment.segment_id,
+            medium=segment.medium,
+            capacity_bytes=segment.size_bytes,
+            used_bytes=stats.used_bytes,
+            blocks=stats.slots,
+        )

@@ -1,0 +1,108 @@
+"""The node's way to the metadata service for commits: the framed protocol, as fast as a client's."""
+
+import threading
+
+import grpc
+
+from kvpool.core.directory import CommitStatus
+from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.node.headers import SlotHeader
+from kvpool.node.store import NodeSession
+from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
+from kvpool.ops.logging import get_logger
+from kvpool.transport.pool import ConnectionPool
+from kvpool.transport.wire.messages import AbortRequest, CommitRequest, Done, Statuses, pack
+from kvpool.v1 import directory_pb2, directory_pb2_grpc
+
+CALL_TIMEOUT_S = 5.0
+
+log = get_logger(__name__)
+
+
+class MetaLink:
+    """Commits and aborts to the metadata service of the current session. Thread-safe.
+
+    Args:
+        address: ``host:port`` of its gRPC.
+        node_id: Who is calling.
+    """
+
+    def __init__(self, address: str, node_id: str) -> None:
+        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._directory = directory_pb2_grpc.DirectoryStub(self.channel)
+        self._principal = f"node:{node_id}"
+        self._lock = threading.Lock()
+        self._session: NodeSession | None = None
+        self._pool: ConnectionPool | None = None
+
+    def follow(self, session: NodeSession) -> None:
+        """Use the framed protocol of the service that gave ``session``; raises UnavailableError."""
+        try:
+            answer = self._directory.GetPool(directory_pb2.GetPoolRequest(), timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise raised_by(error) from error
+        pool = _first_reachable(list(answer.framed), self._principal, session.meta_incarnation)
+        with self._lock:
+            old, self._pool, self._session = self._pool, pool, session
+        if old is not None:
+            old.close()
+
+    def commit(self, segment_id: bytes, reservation: int, headers: list[SlotHeader]) -> list[CommitStatus]:
+        """See `DirectoryLink.commit`."""
+        pool, session = self._current()
+        request = CommitRequest(
+            session=session.session,
+            segment_id=segment_id,
+            reservation=reservation,
+            hashes=b"".join(header.hash for header in headers),
+            shards=pack([header.shard for header in headers], "<u2"),
+            slots=pack([header.page for header in headers], "<u4"),
+            generations=pack([header.generation for header in headers], "<u8"),
+            checksums=pack([header.checksum for header in headers], "<u8"),
+        )
+        with pool.connection(CALL_TIMEOUT_S) as connection:
+            statuses = connection.call(request, Statuses, CALL_TIMEOUT_S).statuses
+        return [CommitStatus(status) for status in statuses]
+
+    def abort(self, reservation: int, hashes: list[bytes]) -> None:
+        """See `DirectoryLink.abort`."""
+        try:
+            pool, _ = self._current()
+            with pool.connection(CALL_TIMEOUT_S) as connection:
+                connection.call(AbortRequest(reservation, b"".join(hashes)), Done, CALL_TIMEOUT_S)
+        except KvpoolError as error:
+            log.info("abort_not_delivered", reservation=reservation, error=str(error))
+
+    def describe(self, namespace_id: bytes) -> bytes:
+        """The namespace's document; raises KvpoolError."""
+        request = directory_pb2.DescribeNamespaceRequest(namespace=namespace_id)
+        try:
+            return self._directory.DescribeNamespace(request, timeout=CALL_TIMEOUT_S).document
+        except grpc.RpcError as error:
+            raise raised_by(error) from error
+
+    def close(self) -> None:
+        """Close everything."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+        self.channel.close()
+
+    def _current(self) -> tuple[ConnectionPool, NodeSession]:
+        with self._lock:
+            if self._pool is None or self._session is None:
+                raise UnavailableError("the node has not joined the metadata service")
+            return self._pool, self._session
+
+
+def _first_reachable(uris: list[str], principal: str, incarnation: int) -> ConnectionPool:
+    failure: KvpoolError = UnavailableError("the metadata service names no framed address")
+    for uri in uris:
+        pool = ConnectionPool(uri, principal, incarnation)
+        try:
+            with pool.connection(CALL_TIMEOUT_S):
+                return pool
+        except KvpoolError as error:
+            failure = error
+    raise failure

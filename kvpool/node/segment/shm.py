@@ -1,0 +1,110 @@
+"""`shm`: payload bytes in a file of shared memory that clients on the same host map.
+
+All pages are allocated when the segment is made: a node that starts has its memory, and cannot be killed later by a
+page that is not there. Huge pages are asked for where the system offers them for shared memory.
+"""
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from kvpool.core.errors import CapacityError
+from kvpool.core.limits import PAGE_BYTES
+from kvpool.core.units import format_size
+from kvpool.ops.logging import get_logger
+from kvpool.transport.copying import Bytes
+
+HUGE_PAGES_STATE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+HugePages = Literal["auto", "off", "require"]
+
+log = get_logger(__name__)
+
+
+class ShmSegment:
+    """A payload file under ``directory``; see `Segment`.
+
+    Args:
+        path: The payload file; made when absent, taken over as it is when it has the right size.
+        segment_id: Its identity.
+        size_bytes: Rounded down to whole pages.
+        hugepages: ``require`` fails where there are none; ``auto`` does without.
+
+    Raises:
+        CapacityError: Shared memory has not that much room, or huge pages are required and not offered.
+    """
+
+    medium = "shm"
+
+    def __init__(self, path: Path, segment_id: bytes, size_bytes: int, hugepages: HugePages = "auto") -> None:
+        self.path = path
+        self.segment_id = segment_id
+        self.size_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
+        if not self.size_bytes:
+            raise CapacityError(f"a segment of {size_bytes} bytes holds no page of {PAGE_BYTES}; give a larger size")
+        self._write_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            _allocate(self._write_descriptor, path, self.size_bytes)
+            self._mapping = mmap.mmap(self._write_descriptor, self.size_bytes)
+            self.huge = _advise_huge(self._mapping, hugepages)
+            self._read_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except BaseException:
+            os.close(self._write_descriptor)
+            raise
+        self.payload: Bytes = np.frombuffer(self._mapping, np.uint8)
+
+    def descriptors(self) -> tuple[int, int]:
+        """See `Segment.descriptors`."""
+        return self._read_descriptor, self._write_descriptor
+
+    def close(self) -> None:
+        """See `Segment.close`."""
+        os.close(self._read_descriptor)
+        os.close(self._write_descriptor)
+        self.payload = np.empty(0, np.uint8)
+        # Views of a transfer that is ending keep the mapping until they go.
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
+
+
+def _allocate(descriptor: int, path: Path, size_bytes: int) -> None:
+    have_bytes = os.fstat(descriptor).st_size
+    room = os.statvfs(path.parent)
+    free_bytes = room.f_bavail * room.f_frsize + os.fstat(descriptor).st_blocks * 512
+    if size_bytes > free_bytes:
+        if not have_bytes:
+            path.unlink()
+        raise CapacityError(
+            f"a segment of {format_size(size_bytes)} does not fit {path.parent}, which has {format_size(free_bytes)} "
+            f"free; choose a smaller --size or enlarge it (docker: --shm-size, mount: -o remount,size=)"
+        )
+    if have_bytes != size_bytes:
+        os.ftruncate(descriptor, size_bytes)
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise CapacityError(f"{path.parent} gave no {format_size(size_bytes)}: {error}; choose a smaller --size") from error
+
+
+def _advise_huge(mapping: mmap.mmap, hugepages: HugePages) -> bool:
+    """Ask for transparent huge pages; whether the system offers them for shared memory."""
+    state = HUGE_PAGES_STATE.read_text() if HUGE_PAGES_STATE.exists() else "[never]"
+    offered = not any(word in state for word in ("[never]", "[deny]"))
+    if hugepages == "require" and not offered:
+        raise CapacityError(
+            f"huge pages for shared memory are off ({state.strip()}); write 'advise' to {HUGE_PAGES_STATE} "
+            "or set hugepages to auto"
+        )
+    if hugepages == "off" or not offered:
+        return False
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        log.info("huge_pages_refused", error=str(error))
+        return False
+    return True

@@ -1,0 +1,151 @@
+"""Assembles and runs a store node: segment, slots, data plane, gRPC, control stream."""
+
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvpool.core.errors import UnavailableError
+from kvpool.core.limits import PAGE_BYTES
+from kvpool.core.slots import Slots, SlotState
+from kvpool.node.control import Control
+from kvpool.node.files import SegmentFiles
+from kvpool.node.headers import HeaderFile
+from kvpool.node.link import MetaLink
+from kvpool.node.namespaces import NamespaceBook
+from kvpool.node.servicer import StoreNodeServicer
+from kvpool.node.serving import DataSession
+from kvpool.node.store import NodeStore
+from kvpool.ops.grpc_server import GrpcServer
+from kvpool.ops.logging import get_logger
+from kvpool.ops.settings import NodeSettings
+from kvpool.transport import inproc
+from kvpool.transport.wire.server import FramedServer, Identity
+from kvpool.v1 import common_pb2, store_node_pb2_grpc
+
+SERVICES = ("kvpool.v1.StoreNode",)
+STOP_GRACE_S = 1.0
+
+log = get_logger(__name__)
+
+
+class NodeServer:
+    """A store node in this process.
+
+    Attributes:
+        data_address: ``host:port`` of the data plane, once started.
+        grpc_address: ``host:port`` of gRPC, once started.
+        unix_path: The Unix socket.
+        capacity_bytes: Size of the segment.
+        store: The blocks, once started; for tests and embedding.
+    """
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self.settings = settings
+        self.data_address = ""
+        self.grpc_address = ""
+        self.unix_path: Path = settings.unix_socket
+        self.capacity_bytes = settings.size
+        self.store: NodeStore
+        self._incarnation = int.from_bytes(os.urandom(8), "little") >> 1
+        self._endpoints: list[str] = []
+        self._running = ExitStack()
+        self._framed: FramedServer
+        self._control: Control
+
+    def start(self) -> None:
+        """Take the segment, listen, join; returns when the pool places blocks here.
+
+        Raises:
+            CapacityError: Memory or an address cannot be had.
+            UnavailableError: The metadata service did not take the node in within ``join_timeout_s``.
+        """
+        with ExitStack() as undo:
+            self._open_store(undo)
+            self._listen(undo)
+            self._join(undo)
+            self._running = undo.pop_all()
+        log.info("node_started", node=self.settings.node_id, endpoints=self._endpoints)
+
+    def drain(self) -> None:
+        """Take no new blocks, and wait for transfers under way, up to ``drain_timeout_s``."""
+        self._control.drain()
+        self._framed.wait_idle(self.settings.drain_timeout_s)
+
+    def stop(self) -> None:
+        """Leave the pool, stop serving and wait for every thread."""
+        self._running.close()
+        log.info("node_stopped", node=self.settings.node_id)
+
+    def _open_store(self, undo: ExitStack) -> None:
+        settings = self.settings
+        files = SegmentFiles(settings.segment_dir, settings.node_id)
+        undo.callback(lambda: files.close(keep=settings.keep_segment))
+        segment, headers = files.open(settings.size, settings.hugepages)
+        undo.callback(segment.close)
+        undo.callback(headers.close)
+        link = MetaLink(settings.meta.removeprefix("grpc://"), settings.node_id)
+        undo.callback(link.close)
+        self._link = link
+        self._book = NamespaceBook(files.namespaces, link.describe)
+        slots = _restore(headers, segment.size_bytes // PAGE_BYTES)
+        self.store = NodeStore(segment, headers, slots, self._book, link, self._incarnation)
+
+    def _listen(self, undo: ExitStack) -> None:
+        settings = self.settings
+        self._framed = FramedServer(
+            Identity(settings.node_id, self._incarnation),
+            lambda number, local: DataSession(self.store, number, local),
+            settings.connections_max,
+        )
+        undo.callback(self._framed.stop)
+        tcp_uri = self._framed.listen_tcp(settings.listen, settings.data_port)
+        unix_uri = self._framed.listen_unix(settings.unix_socket)
+        self._framed.start()
+        self.data_address = tcp_uri.removeprefix("tcp://")
+        if settings.advertise_host is not None:
+            tcp_uri = f"tcp://{settings.advertise_host}:{tcp_uri.rpartition(':')[2]}"
+        inproc_uri = inproc.register(f"{settings.node_id}-{self._incarnation:x}", self.store)
+        shm_uri = unix_uri.replace("unix://", "shm://")
+        self._endpoints = [inproc_uri, shm_uri, unix_uri, tcp_uri]
+
+    def _join(self, undo: ExitStack) -> None:
+        settings = self.settings
+        server = GrpcServer(SERVICES, self._register)
+        self.grpc_address = server.start(settings.listen, settings.grpc_port)
+        undo.callback(lambda: server.stop(STOP_GRACE_S))
+        self._control = Control(
+            settings.node_id, self._incarnation, self._endpoints, self.store, self._book, self._link
+        )
+        undo.callback(self._control.stop)
+        self._control.start()
+        if not self._control.ready.wait(settings.join_timeout_s):
+            raise UnavailableError(
+                f"{settings.meta} did not take the node in within {settings.join_timeout_s:g} s: "
+                f"{self._control.failure}; check --meta and that `kvpool meta` runs there"
+            )
+
+    def _register(self, server) -> None:  # type: ignore[no-untyped-def]
+        servicer = StoreNodeServicer(
+            self.store, self._describe, lambda: self._framed.connections, lambda: self._control.drain()
+        )
+        store_node_pb2_grpc.add_StoreNodeServicer_to_server(servicer, server)
+
+    def _describe(self) -> common_pb2.Node:
+        return common_pb2.Node(
+            node_id=self.settings.node_id,
+            incarnation=self._incarnation,
+            state="draining" if self.store.draining else "ready",
+            endpoints=self._endpoints,
+            segments=[self._control.segment()],
+        )
+
+
+def _restore(headers: HeaderFile, pages: int) -> Slots:
+    """The slots that the header file describes; half-written ones rest in quarantine."""
+    slots = Slots(pages, time.monotonic, headers.next_generation)
+    for header, state in headers.scan():
+        committed = state == SlotState.COMMITTED
+        if slots.adopt(header.page, header.pages, header.generation, committed=committed) is None or not committed:
+            headers.clear(header.page)
+    return slots

@@ -1,0 +1,87 @@
+"""The gRPC `StoreNode` service: the same operations as the data plane, without bytes."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc
+import numpy as np
+
+from kvpool.core.errors import ProtocolError
+from kvpool.core.limits import RESERVE_BLOCKS_MAX
+from kvpool.node.store import NodeStore
+from kvpool.v1 import store_node_pb2, store_node_pb2_grpc
+
+if TYPE_CHECKING:
+    from kvpool.v1 import common_pb2
+
+_WRITER_BIT = 1 << 64
+"""Keeps the owners named over gRPC apart from connection numbers."""
+
+
+class StoreNodeServicer(store_node_pb2_grpc.StoreNodeServicer):
+    """`kvpool.v1.StoreNode`.
+
+    Args:
+        store: What it serves.
+        describe: The node as others see it.
+        connections: Open data plane connections.
+        drain: Stops taking new blocks.
+    """
+
+    def __init__(
+        self,
+        store: NodeStore,
+        describe: "Callable[[], common_pb2.Node]",
+        connections: Callable[[], int],
+        drain: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._describe = describe
+        self._connections = connections
+        self._drain = drain
+
+    def Prepare(
+        self, request: store_node_pb2.PrepareRequest, context: grpc.ServicerContext
+    ) -> store_node_pb2.PrepareResponse:
+        slots, generations = self._store.prepare(request.grant, _WRITER_BIT | request.writer)
+        return store_node_pb2.PrepareResponse(slot=slots.tolist(), generation=generations.tolist())
+
+    def Commit(
+        self, request: store_node_pb2.CommitSlotsRequest, context: grpc.ServicerContext
+    ) -> store_node_pb2.CommitSlotsResponse:
+        count = len(request.slot)
+        if not count == len(request.generation) == len(request.checksum) or count > RESERVE_BLOCKS_MAX:
+            raise ProtocolError(f"{count} slots with {len(request.generation)} generations; give one each")
+        statuses = self._store.seal(
+            request.segment_id,
+            request.reservation,
+            _WRITER_BIT | request.writer,
+            np.array(request.slot, np.uint32),
+            np.array(request.generation, np.uint64),
+            np.array(request.checksum, np.uint64),
+        )
+        return store_node_pb2.CommitSlotsResponse(statuses=statuses)
+
+    def Abort(
+        self, request: store_node_pb2.AbortSlotsRequest, context: grpc.ServicerContext
+    ) -> store_node_pb2.AbortSlotsResponse:
+        self._store.drop_owner(_WRITER_BIT | request.writer)
+        return store_node_pb2.AbortSlotsResponse()
+
+    def Stat(
+        self, request: store_node_pb2.StatRequest, context: grpc.ServicerContext
+    ) -> store_node_pb2.StatResponse:
+        stats = self._store.stats()
+        return store_node_pb2.StatResponse(
+            node=self._describe(),
+            quarantined_bytes=stats.quarantined_bytes,
+            largest_free_bytes=stats.largest_free_bytes,
+            connections=self._connections(),
+            counters=stats.counters,
+        )
+
+    def Drain(
+        self, request: store_node_pb2.DrainRequest, context: grpc.ServicerContext
+    ) -> store_node_pb2.DrainResponse:
+        self._drain()
+        return store_node_pb2.DrainResponse()

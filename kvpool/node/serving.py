@@ -1,0 +1,165 @@
+"""The node's data plane: one session for each framed connection, over TCP or the Unix socket."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvpool.core.errors import ProtocolError, UsageError
+from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, RESERVE_BLOCKS_MAX
+from kvpool.node.store import NodeStore
+from kvpool.transport.base import WriteStatus
+from kvpool.transport.wire.messages import (
+    AttachReply,
+    AttachRequest,
+    DiscardRequest,
+    Done,
+    Message,
+    Ping,
+    PrepareReply,
+    PrepareRequest,
+    ReadReply,
+    ReadRequest,
+    SealRequest,
+    Statuses,
+    WriteRequest,
+    unpack,
+)
+from kvpool.transport.wire.server import Payload, Reply
+
+
+class DataSession:
+    """Serves one connection. The slots it prepares are its own, and go when it does.
+
+    Args:
+        store: What to serve.
+        owner: The connection's number: the owner of its slots.
+        local: Whether the peer is on this host, so that file descriptors can be passed to it.
+    """
+
+    def __init__(self, store: NodeStore, owner: int, local: bool) -> None:  # noqa: FBT001 - FramedServer calls it
+        self._store = store
+        self._owner = owner
+        self._local = local
+        self._handlers: dict[type[Message], Callable[[Any, Payload], Reply]] = {
+            ReadRequest: self._read,
+            WriteRequest: self._write,
+            PrepareRequest: self._prepare,
+            SealRequest: self._seal,
+            DiscardRequest: self._discard,
+            AttachRequest: self._attach,
+            Ping: self._ping,
+        }
+
+    def greet(self, principal: str) -> None:
+        """See `Session.greet`; reads and writes are bound by grants and generations, not by names."""
+
+    def handle(self, request: Message, payload: Payload) -> Reply:
+        """See `Session.handle`."""
+        handler = self._handlers.get(type(request))
+        if handler is None:
+            raise ProtocolError(f"{type(request).__name__} is not for a store node")
+        return handler(request, payload)
+
+    def closed(self) -> None:
+        """See `Session.closed`."""
+        self._store.drop_owner(self._owner)
+
+    def _read(self, request: ReadRequest, payload: Payload) -> Reply:
+        self._store.check_segment(request.segment_id)
+        slots, generations = _named_slots(request.slots, request.generations)
+        length = request.block_bytes
+        if not 1 <= length <= BLOCK_BYTES_MAX or length * len(slots) > FRAME_PAYLOAD_BYTES_MAX:
+            raise ProtocolError(f"a read of {len(slots)} blocks of {length} bytes is over the frame's limit")
+        pinned: list[tuple[int, int]] = []
+        views: list[memoryview] = []
+        present = bytearray(len(slots))
+        try:
+            for i, (slot, generation) in enumerate(zip(slots, generations, strict=True)):
+                view = self._store.pin(slot, generation, length)
+                if view is not None:
+                    pinned.append((slot, generation))
+                    views.append(view)
+                    present[i] = 1
+        except BaseException:
+            self._store.unpin(pinned)
+            raise
+        return Reply(ReadReply(bytes(present)), views, sent=partial(self._store.unpin, pinned))
+
+    def _write(self, request: WriteRequest, payload: Payload) -> Reply:
+        slots, generations = _named_slots(request.slots, request.generations)
+        checksums = unpack("checksums", request.checksums, "<u8", len(slots))
+        arrived = bytearray(len(slots))
+        lengths, rest = divmod(payload.size_bytes, len(slots))
+        if rest:
+            raise ProtocolError(f"a payload of {payload.size_bytes} bytes is not {len(slots)} equal blocks")
+        for i, (slot, generation) in enumerate(zip(slots, generations, strict=True)):
+            arrived[i] = self._receive(slot, generation, int(checksums[i]), lengths, payload)
+        statuses = bytearray(
+            self._store.seal(
+                request.segment_id,
+                request.reservation,
+                self._owner,
+                unpack("slots", request.slots, "<u4", len(slots)),
+                unpack("generations", request.generations, "<u8", len(slots)),
+                checksums,
+            )
+        )
+        for i, status in enumerate(arrived):
+            if status == WriteStatus.BAD:
+                statuses[i] = WriteStatus.BAD
+        return Reply(Statuses(bytes(statuses)))
+
+    def _receive(self, slot: int, generation: int, checksum: int, length: int, payload: Payload) -> WriteStatus:
+        view = self._store.begin_receive(slot, generation, self._owner)
+        if view is None:
+            payload.skip(length)
+            return WriteStatus.STALE
+        try:
+            if len(view) != length:
+                raise ProtocolError(f"slot {slot} was prepared for {len(view)} bytes, not {length}")
+            payload.receive_into(view)
+        except BaseException:
+            self._store.cancel_receive(slot, generation)
+            raise
+        return self._store.end_receive(slot, generation, checksum)
+
+    def _prepare(self, request: PrepareRequest, payload: Payload) -> Reply:
+        slots, generations = self._store.prepare(request.grant, self._owner, request.first, request.count)
+        return Reply(PrepareReply(slots.tobytes(), generations.tobytes()))
+
+    def _seal(self, request: SealRequest, payload: Payload) -> Reply:
+        count = len(request.slots) // 4
+        statuses = self._store.seal(
+            request.segment_id,
+            request.reservation,
+            self._owner,
+            unpack("slots", request.slots, "<u4", count),
+            unpack("generations", request.generations, "<u8", count),
+            unpack("checksums", request.checksums, "<u8", count),
+        )
+        return Reply(Statuses(statuses))
+
+    def _discard(self, request: DiscardRequest, payload: Payload) -> Reply:
+        self._store.check_segment(request.segment_id)
+        slots, generations = _named_slots(request.slots, request.generations)
+        return Reply(Done(self._store.discard(slots, generations, self._owner)))
+
+    def _attach(self, request: AttachRequest, payload: Payload) -> Reply:
+        self._store.check_segment(request.segment_id)
+        if not self._local:
+            raise UsageError("shared memory can be attached over the node's Unix socket only")
+        segment = self._store.segment
+        return Reply(AttachReply(segment.size_bytes), descriptors=segment.descriptors())
+
+    def _ping(self, request: Ping, payload: Payload) -> Reply:
+        return Reply(Done(0))
+
+
+def _named_slots(slots: bytes, generations: bytes) -> tuple[list[int], list[int]]:
+    count = len(slots) // 4
+    if not 1 <= count <= RESERVE_BLOCKS_MAX * 16:
+        raise ProtocolError(f"{count} slots in one call; name from 1 to {RESERVE_BLOCKS_MAX * 16}")
+    return (
+        unpack("slots", slots, "<u4", count).tolist(),
+        unpack("generations", generations, "<u8", count).tolist(),
+    )

@@ -1,0 +1,143 @@
+"""What every gRPC server of kvpool shares: limits, errors as statuses, health, opt-in reflection."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvpool.core import errors
+from kvpool.core.errors import CapacityError, KvpoolError
+from kvpool.core.limits import DEADLINE_S_MAX, FRAME_BODY_BYTES_MAX
+from kvpool.ops.logging import get_logger
+
+MESSAGE_BYTES_MAX = FRAME_BODY_BYTES_MAX
+STREAMS_MAX = 256
+ERROR_KEY = "kvpool-error"
+"""Trailing metadata that names the class of `kvpool.core.errors` a failed call stands for."""
+
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    *KEEPALIVE,
+)
+SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),  # two servers must not share a port unnoticed
+    ("grpc.max_concurrent_streams", STREAMS_MAX),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # clients ping every 30 s
+)
+
+_CODES = {
+    errors.UnknownNamespaceError: grpc.StatusCode.NOT_FOUND,
+    errors.UsageError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    errors.ProtocolError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+log = get_logger(__name__)
+
+
+class GrpcServer:
+    """A gRPC server with health for each service.
+
+    Args:
+        services: Full names of the services.
+        register: Adds the servicers to the server.
+        reflection_on: Whether to describe them to anyone who asks.
+    """
+
+    def __init__(
+        self, services: Iterable[str], register: Callable[[grpc.Server], None], *, reflection_on: bool = False
+    ) -> None:
+        self._services = ["", *services]
+        self._server = grpc.server(
+            ThreadPoolExecutor(STREAMS_MAX, "kvpool-grpc"),
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=STREAMS_MAX,
+            interceptors=[_DeadlineRequired()],
+        )
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        register(self._server)
+        if reflection_on:
+            names = [*self._services[1:], health.SERVICE_NAME, reflection.SERVICE_NAME]
+            reflection.enable_server_reflection(names, self._server)
+
+    def start(self, host: str, port: int) -> str:
+        """Listen and serve; returns ``host:port``. Raises CapacityError when the address cannot be had."""
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            bound = self._server.add_insecure_port(f"{shown}:{port}")
+        except RuntimeError as error:
+            raise CapacityError(f"cannot listen on {shown}:{port}; choose another address or port") from error
+        self._server.start()
+        self.set_serving(serving=True)
+        return f"{shown}:{bound}"
+
+    def set_serving(self, *, serving: bool) -> None:
+        """Whether health says that the services are ready."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in self._services:
+            self._health.set(service, status)
+
+    def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give running ones ``grace_s``, and wait for the end."""
+        self.set_serving(serving=False)
+        self._server.stop(grace_s).wait()
+
+
+class _DeadlineRequired(grpc.ServerInterceptor):
+    """Refuses unary calls without a deadline, or with one above the limit: nothing may wait for ever."""
+
+    def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401 - grpc's
+        handler = continuation(details)
+        if handler is None or handler.unary_unary is None or details.method.startswith("/grpc."):
+            return handler
+        inner = handler.unary_unary
+
+        def checked(request: Any, context: grpc.ServicerContext) -> Any:  # noqa: ANN401 - any message
+            left_s = context.time_remaining()
+            if left_s is None or left_s > DEADLINE_S_MAX:
+                context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"the call needs a deadline of at most {DEADLINE_S_MAX:g} s; set a timeout",
+                )
+            try:
+                return inner(request, context)
+            except KvpoolError as error:
+                context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
+                context.abort(code_of(error), str(error))
+
+        return grpc.unary_unary_rpc_method_handler(
+            checked, handler.request_deserializer, handler.response_serializer
+        )
+
+
+def raised_by(error: grpc.RpcError) -> KvpoolError:
+    """The error of `kvpool.core.errors` that a failed call stands for."""
+    trailers = dict(error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else {}
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    details = (error.details() if isinstance(error, grpc.Call) else "") or code.name
+    kind = getattr(errors, str(trailers.get(ERROR_KEY, "")), None)
+    if isinstance(kind, type) and issubclass(kind, KvpoolError):
+        return kind(details)
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineError(details)
+    return errors.UnavailableError(details)
+
+
+def code_of(error: KvpoolError) -> grpc.StatusCode:
+    """The gRPC status that stands for ``error``."""
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)

@@ -1,0 +1,15 @@
+"""How block bytes move between clients and store nodes. One file per transport; `registry` knows them by URI scheme."""
+
+from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus
+from kvpool.transport.registry import SCHEMES, open_transport, scheme_of
+
+__all__ = [
+    "SCHEMES",
+    "ReadBatch",
+    "ReadStatus",
+    "Transport",
+    "WriteBatch",
+    "WriteStatus",
+    "open_transport",
+    "scheme_of",
+]

@@ -1,0 +1,124 @@
+"""What a transport promises: moving batches of blocks between the caller's buffers and one node's slots."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.core.checksum import block_seeds
+from kvpool.transport.deadline import Deadline
+
+Pieces = list[memoryview]
+"""One block's bytes in the caller's memory: flat byte views, in order, together exactly the block's length."""
+
+
+class ReadStatus(IntEnum):
+    """What became of one block of a read."""
+
+    OK = 0
+    """The destination holds the right bytes: their checksum was verified there."""
+    GONE = 1
+    """The node no longer has the slot."""
+    BAD = 2
+    """The bytes that arrived are not the block's; the destination holds garbage."""
+    FAILED = 3
+    """The node could not be reached, or not in time; the destination may hold garbage."""
+
+
+class WriteStatus(IntEnum):
+    """What became of one shard of a write."""
+
+    COMMITTED = 0
+    STALE = 1
+    """The reservation lost the block, or its slot, before it was committed."""
+    BAD = 2
+    """The bytes that arrived are not those the writer sent."""
+    NO_SLOT = 3
+    """The node has no free extent of that length."""
+    FAILED = 4
+    """The node could not be reached, or not in time; the block stays in flight until its reservation runs out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBatch:
+    """Blocks of one segment to read.
+
+    Attributes:
+        segment_id: Where they lie.
+        namespace_seed: `Namespace.seed`.
+        block_bytes: Length of each.
+        shard: Which shard of them.
+        hashes: Their hashes, packed.
+        slots: uint32 each.
+        generations: uint64 each.
+        checksums: uint64 each, as the directory gave them.
+        destinations: Writable pieces a block, the caller's; the transport writes only into these.
+    """
+
+    segment_id: bytes
+    namespace_seed: int
+    block_bytes: int
+    shard: int
+    hashes: bytes
+    slots: NDArray[np.uint32]
+    generations: NDArray[np.uint64]
+    checksums: NDArray[np.uint64]
+    destinations: list[Pieces]
+
+    def seeds(self) -> list[int]:
+        """Checksum seed of each block."""
+        return block_seeds(self.namespace_seed, self.hashes, self.shard, self.generations, self.block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBatch:
+    """Shards of one grant to write.
+
+    Attributes:
+        grant: The sealed grant, for the node.
+        reservation: Its write token.
+        segment_id: Where to.
+        namespace_seed: `Namespace.seed`.
+        block_bytes: Length of each.
+        shard: Which shard of them.
+        hashes: Their hashes, packed, in the grant's order.
+        sources: Pieces a block, read only; the caller must not change them before the call returns.
+    """
+
+    grant: bytes
+    reservation: int
+    segment_id: bytes
+    namespace_seed: int
+    block_bytes: int
+    shard: int
+    hashes: bytes
+    sources: list[Pieces]
+
+    def seeds(self, generations: NDArray[np.uint64]) -> list[int]:
+        """Checksum seed of each block, once the node has given the generations."""
+        return block_seeds(self.namespace_seed, self.hashes, self.shard, generations, self.block_bytes)
+
+
+class Transport(ABC):
+    """One client's way to one node. Thread-safe; the client owns it and closes it.
+
+    A transport never reports success before the checksum over the *destination* was compared, and never raises for
+    what the data path turns into a miss: a slot that is gone, bad bytes, a dead or slow peer are statuses.
+    """
+
+    name: str
+    """Its scheme, as counters and logs show it."""
+
+    @abstractmethod
+    def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
+        """Read the batch's blocks; one `ReadStatus` each, by ``deadline``."""
+
+    @abstractmethod
+    def write(self, batch: WriteBatch, deadline: Deadline) -> bytearray:
+        """Prepare, write and commit the batch's shards; one `WriteStatus` each, by ``deadline``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections and mappings; calls in flight end with FAILED."""

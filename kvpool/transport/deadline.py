@@ -1,0 +1,20 @@
+"""A call's remaining time, shared by everything the call does."""
+
+import time
+
+from kvpool.core.errors import DeadlineError
+
+
+class Deadline:
+    """Ends ``timeout_s`` seconds after it was made."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Seconds left; raises DeadlineError when there are none."""
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineError(f"the call's {self.timeout_s:g} s are over")
+        return left_s

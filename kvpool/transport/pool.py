@@ -1,0 +1,72 @@
+"""Connections kept open between calls, one lent to each caller at a time."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvpool.core.errors import ClosedError, UnavailableError
+from kvpool.transport.wire.connection import Connection
+
+IDLE_MAX = 16
+
+
+class ConnectionPool:
+    """Connections to one address. Thread-safe.
+
+    Args:
+        uri: ``tcp://`` or ``unix://``.
+        principal: Who is calling.
+        incarnation: The process that must answer there, or None for any: an address may have passed to another.
+    """
+
+    def __init__(self, uri: str, principal: str, incarnation: int | None = None) -> None:
+        self.uri = uri
+        self.incarnation = incarnation
+        self._principal = principal
+        self._idle: list[Connection] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def connection(self, timeout_s: float) -> Iterator[Connection]:
+        """A connection for the caller alone; it goes back unless it broke.
+
+        Raises:
+            UnavailableError: None can be had in ``timeout_s``.
+            ClosedError: The pool is closed.
+        """
+        connection = self._take() or self._open(timeout_s)
+        try:
+            yield connection
+        finally:
+            self._put(connection)
+
+    def close(self) -> None:
+        """Close the idle connections, and the lent ones as they come back."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _take(self) -> Connection | None:
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the connections to {self.uri} are closed")
+            return self._idle.pop() if self._idle else None
+
+    def _open(self, timeout_s: float) -> Connection:
+        connection = Connection(self.uri, self._principal, timeout_s)
+        if self.incarnation is not None and connection.welcome.incarnation != self.incarnation:
+            connection.close()
+            raise UnavailableError(f"another process answers at {self.uri} now")
+        return connection
+
+    def _put(self, connection: Connection) -> None:
+        if connection.closed:
+            return
+        with self._lock:
+            if not self._closed and len(self._idle) < IDLE_MAX:
+                self._idle.append(connection)
+                return
+        connection.close()

@@ -1,0 +1,284 @@
+"""A framed connection over a blocking socket: exact reads, gathered writes, a deadline on every call.
+
+One exchange at a time. After any failure in mid-exchange the stream's position is unknown, so the connection closes
+itself; nothing else is safe.
+"""
+
+import socket
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from kvpool.core import errors
+from kvpool.core.errors import DeadlineError, KvpoolError, ProtocolError, UnavailableError
+from kvpool.transport.wire.frame import HEADER_BYTES, Header, pack_header, parse_header
+from kvpool.transport.wire.messages import PROTOCOL_VERSION, ErrorReply, Hello, Message, Welcome, decode, encode
+
+IOV_MAX = 1024
+"""Buffers the kernel takes in one sendmsg or recvmsg."""
+
+_ARM_SLACK_S = 0.05
+
+Buffers = Sequence[memoryview]
+M = TypeVar("M", bound=Message)
+
+
+class FramedSocket:
+    """Sends and receives whole frames. Owns the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._armed_s = -1.0
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def arm(self, timeout_s: float) -> None:
+        """Bound each following system call by about ``timeout_s``.
+
+        The kernel's own timers, unlike Python's, cost no poll() before each read and let MSG_WAITALL work.
+        """
+        if abs(timeout_s - self._armed_s) <= _ARM_SLACK_S:
+            return
+        self._armed_s = timeout_s
+        value = struct.pack("ll", int(timeout_s), max(1, int(timeout_s % 1 * 1e6)))
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def send(self, message: Message, correlation: int, deadline_ms: int = 0, payload: Buffers = ()) -> None:
+        """Send one frame; ``payload`` goes out straight from its buffers."""
+        body = encode(message)
+        payload_bytes = sum(len(piece) for piece in payload)
+        header = pack_header(Header(message.kind, correlation, deadline_ms, len(body), payload_bytes))
+        if payload:
+            self._send_buffers([memoryview(header + body), *payload])
+        else:
+            self.sock.sendall(header + body)
+
+    def receive_header(self) -> Header:
+        """The next frame's header, checked."""
+        header = self.poll_header()
+        if header is None:
+            raise BlockingIOError("no frame in time")
+        return header
+
+    def poll_header(self) -> Header | None:
+        """The next frame's header, or None when none has begun within the armed time."""
+        header = bytearray(HEADER_BYTES)
+        try:
+            count = self.sock.recv_into(header, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            return None
+        if not count:
+            raise ConnectionResetError("the peer closed the connection")
+        if count < HEADER_BYTES:
+            self.receive_into(memoryview(header)[count:])
+        return parse_header(header)
+
+    def receive_body(self, header: Header) -> Message:
+        """The message of the frame whose header was just received."""
+        body = bytearray(header.body_bytes)
+        self.receive_into(memoryview(body))
+        return decode(header.kind, body)
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill ``view`` from the stream."""
+        received = 0
+        while received < len(view):
+            count = self.sock.recv_into(view[received:], 0, socket.MSG_WAITALL)
+            if not count:
+                raise ConnectionResetError("the peer closed the connection")
+            received += count
+
+    def receive_pieces(self, pieces: Buffers) -> None:
+        """Fill several buffers, scattered by the kernel."""
+        for start in range(0, len(pieces), IOV_MAX):
+            group = list(pieces[start : start + IOV_MAX])
+            while group:
+                count = self.sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
+                if not count:
+                    raise ConnectionResetError("the peer closed the connection")
+                group = _after(group, count)
+
+    def drain(self, size_bytes: int) -> None:
+        """Read and drop ``size_bytes``, to reach the next frame."""
+        scrap = memoryview(bytearray(min(size_bytes, 1 << 20)))
+        while size_bytes:
+            piece = scrap[: min(size_bytes, len(scrap))]
+            self.receive_into(piece)
+            size_bytes -= len(piece)
+
+    def close(self) -> None:
+        """Close now; a thread blocked on the socket wakes with an error."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # not connected any more
+        self.sock.close()
+
+    def _send_buffers(self, buffers: Buffers) -> None:
+        for start in range(0, len(buffers), IOV_MAX):
+            group = list(buffers[start : start + IOV_MAX])
+            while group:
+                group = _after(group, self.sock.sendmsg(group))
+
+
+class Connection:
+    """The calling side: a request goes out, its reply comes back, or the connection is closed.
+
+    Not thread-safe; `Pool` hands each caller its own.
+
+    Args:
+        uri: ``tcp://host:port`` or ``unix:///path``.
+        principal: Who is calling.
+        timeout_s: Bound on connecting and greeting.
+
+    Raises:
+        UnavailableError: Nobody answers there in time.
+        ProtocolError: Another protocol or version answers there.
+    """
+
+    def __init__(self, uri: str, principal: str, timeout_s: float) -> None:
+        self.uri = uri
+        self._correlation = 0
+        self._deadline_s = time.monotonic() + timeout_s
+        self._framed = FramedSocket(_dial(uri, timeout_s))
+        self._framed.arm(timeout_s)
+        welcome = self.call(Hello(PROTOCOL_VERSION, principal), Welcome, timeout_s)
+        if welcome.version != PROTOCOL_VERSION:
+            self.close()
+            raise ProtocolError(f"{uri} speaks version {welcome.version}, this client {PROTOCOL_VERSION}")
+        self.welcome = welcome
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection can no longer be used."""
+        return self._framed.sock.fileno() < 0
+
+    def call(self, request: Message, reply_type: type[M], timeout_s: float, payload: Buffers = ()) -> M:
+        """Send ``request`` and wait for its reply, which must carry no payload.
+
+        Raises:
+            DeadlineError: No reply in ``timeout_s``; the connection is closed.
+            UnavailableError: The connection broke.
+            KvpoolError: What the peer answered instead; the connection stays usable.
+        """
+        reply, payload_bytes = self.begin(request, reply_type, timeout_s, payload)
+        if payload_bytes:
+            self.close()
+            raise ProtocolError(f"{reply_type.__name__} of {self.uri} carries a payload of {payload_bytes} bytes")
+        return reply
+
+    def begin(
+        self, request: Message, reply_type: type[M], timeout_s: float, payload: Buffers = ()
+    ) -> tuple[M, int]:
+        """Like `call`, but the caller takes the reply's payload with `take` before it calls again."""
+        self._correlation = (self._correlation + 1) & 0xFFFF_FFFF
+        self._deadline_s = time.monotonic() + timeout_s
+        try:
+            self._framed.arm(timeout_s)
+            self._framed.send(request, self._correlation, int(timeout_s * 1000), payload)
+            header = self._framed.receive_header()
+            reply = self._framed.receive_body(header)
+            if header.correlation != self._correlation:
+                raise ProtocolError(f"{self.uri} answered call {header.correlation}, not {self._correlation}")
+        except BaseException as error:
+            self._fail(error)
+            raise
+        if isinstance(reply, ErrorReply):
+            raise _remote_error(reply)
+        if not isinstance(reply, reply_type):
+            self.close()
+            raise ProtocolError(f"{self.uri} answered {type(reply).__name__}, not {reply_type.__name__}")
+        return reply, header.payload_bytes
+
+    def take(self, pieces: Buffers) -> None:
+        """Receive the next part of the reply's payload into ``pieces``."""
+        left_s = self._deadline_s - time.monotonic()
+        try:
+            if left_s <= 0:
+                raise TimeoutError
+            self._framed.arm(left_s)
+            if len(pieces) == 1:
+                self._framed.receive_into(pieces[0])
+            else:
+                self._framed.receive_pieces(pieces)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """Receive ``count`` file descriptors; the caller owns them."""
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._framed.sock, 1, count)
+        except OSError as error:
+            self._fail(error)
+            raise
+        if len(descriptors) != count:
+            self.close()
+            raise ProtocolError(f"{self.uri} sent {len(descriptors)} file descriptors, not {count}")
+        return list(descriptors)
+
+    def close(self) -> None:
+        """Close the connection; calling it again is harmless."""
+        self._framed.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Close, and raise what the caller should see of ``error``, if that is something else."""
+        self.close()
+        if isinstance(error, BlockingIOError | TimeoutError):
+            raise DeadlineError(f"{self.uri} did not answer in time") from error
+        if isinstance(error, OSError):
+            raise UnavailableError(f"{self.uri} cannot be reached: {error}") from error
+
+
+def _dial(uri: str, timeout_s: float) -> socket.socket:
+    scheme, _, rest = uri.partition("://")
+    try:
+        if scheme == "unix":
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(timeout_s)
+            try:
+                sock.connect(rest)
+            except BaseException:
+                sock.close()
+                raise
+        elif scheme == "tcp":
+            sock = socket.create_connection(split_address(rest), timeout_s)
+        else:
+            raise errors.SettingsError(f"{uri!r} is not an address; write tcp://HOST:PORT or unix:///PATH")
+    except OSError as error:
+        raise UnavailableError(f"{uri} cannot be reached: {error}") from error
+    sock.settimeout(None)
+    return sock
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``, with IPv6 hosts in brackets.
+
+    Raises:
+        SettingsError: No port, or not a number from 0 to 65535.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise errors.SettingsError(f"{address!r} is not an address; write HOST:PORT, e.g. 127.0.0.1:7300")
+    return host.strip("[]"), int(port)
+
+
+def _remote_error(reply: ErrorReply) -> KvpoolError:
+    kind = getattr(errors, reply.error, None)
+    if isinstance(kind, type) and issubclass(kind, KvpoolError):
+        return kind(reply.message)
+    return KvpoolError(f"{reply.error}: {reply.message}")
+
+
+def _after(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
+    """What is left of ``buffers`` after ``count`` bytes of them are done."""
+    left: list[memoryview] = []
+    for buffer in buffers:
+        if count >= len(buffer):
+            count -= len(buffer)
+        else:
+            left.append(buffer[count:])
+            count = 0
+    return left

@@ -1,0 +1,345 @@
+"""The messages of the framed protocol: closed, typed msgpack arrays without extensions.
+
+Values that come one a block are packed arrays, little-endian, in chain order: hashes 32 bytes each, `slots` and `blocks`
+uint32, `generations` and `checksums` uint64, `shards` and `segments` uint16, statuses uint8. `unpack` checks their length.
+"""
+
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.core.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+NONE_INDEX = -2
+"""`missing_from` when nothing is missing."""
+ALL_SHARDS = -1
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of all messages; `kind` is their number in frame headers, odd for replies."""
+
+    kind: ClassVar[int] = 0
+
+
+class Hello(Message):
+    """First on every connection. ``principal`` is who the caller says it is; services that authenticate overrule it."""
+
+    kind = 2
+    version: int
+    principal: str
+
+
+class Welcome(Message):
+    """Answer to Hello: which process this is. ``incarnation`` is random, new at each start."""
+
+    kind = 3
+    version: int
+    name: str
+    incarnation: int
+
+
+class ErrorReply(Message):
+    """The call failed: ``error`` names a class of `kvpool.core.errors`."""
+
+    kind = 1
+    error: str
+    message: str
+
+
+class Done(Message):
+    """Answer of calls that return a count or nothing."""
+
+    kind = 5
+    count: int
+
+
+class Ping(Message):
+    """Asks for Done(0)."""
+
+    kind = 4
+
+
+class MatchRequest(Message):
+    """`Directory.match`."""
+
+    kind = 10
+    namespace: bytes
+    hashes: bytes
+    lease_ms: int
+
+
+class MatchReply(Message):
+    """Matched blocks; ``reason`` (a MissReason, or empty) says why the next one is not."""
+
+    kind = 11
+    blocks: int
+    reason: str
+
+
+class SegmentInfo(Message):
+    """A segment of a node; ``number`` is its short name in Location and Grant messages."""
+
+    number: int
+    segment_id: bytes
+    medium: str
+    capacity_bytes: int
+
+
+class NodeInfo(Message):
+    """A node of the pool: state, and the URIs of its data plane, best first."""
+
+    node_id: str
+    incarnation: int
+    state: str
+    endpoints: list[str]
+    segments: list[SegmentInfo]
+
+
+class Topology(Message):
+    """All nodes. Sent along when the caller's ``topology`` version is not the current one."""
+
+    version: int
+    nodes: list[NodeInfo]
+
+
+class LocateRequest(Message):
+    """`Directory.locate`; ``shard`` or ALL_SHARDS."""
+
+    kind = 12
+    namespace: bytes
+    hashes: bytes
+    first: int
+    shard: int
+    lease_ms: int
+    topology: int
+
+
+class LocateReply(Message):
+    """`Location`: arrays with one element a copy; ``blocks`` counts located blocks."""
+
+    kind = 13
+    count: int
+    reason: str
+    blocks: bytes
+    shards: bytes
+    segments: bytes
+    slots: bytes
+    generations: bytes
+    checksums: bytes
+    topology: Topology | None
+
+
+class ReserveRequest(Message):
+    """`Directory.reserve`."""
+
+    kind = 14
+    namespace: bytes
+    hashes: bytes
+    first: int
+    parent: bytes
+    ttl_ms: int
+    topology: int
+
+
+class SegmentGrant(Message):
+    """What one rank stores on one segment: indexes into the slice (``blocks``), and the sealed grant."""
+
+    segment: int
+    shard: int
+    blocks: bytes
+    grant: bytes
+
+
+class ReserveReply(Message):
+    """`ReserveResult`; ``missing_from`` may be NONE_INDEX."""
+
+    kind = 15
+    reservation: int
+    wants: bytes
+    missing_from: int
+    grants: list[SegmentGrant]
+    topology: Topology | None
+
+
+class AbortRequest(Message):
+    """`Directory.abort`; no hashes: the whole reservation. Answered by Done."""
+
+    kind = 16
+    reservation: int
+    hashes: bytes
+
+
+class ReportBadRequest(Message):
+    """`Directory.report_bad`. Answered by Done."""
+
+    kind = 18
+    namespace: bytes
+    hash: bytes
+    segment: int
+    slot: int
+    generation: int
+
+
+class CommitRequest(Message):
+    """`Directory.commit`, from the node of ``session``. Answered by Statuses of CommitStatus."""
+
+    kind = 20
+    session: int
+    segment_id: bytes
+    reservation: int
+    hashes: bytes
+    shards: bytes
+    slots: bytes
+    generations: bytes
+    checksums: bytes
+
+
+class GoneRequest(Message):
+    """Slots a node no longer has. Answered by Done."""
+
+    kind = 22
+    session: int
+    segment_id: bytes
+    namespace: bytes
+    hashes: bytes
+    slots: bytes
+    generations: bytes
+
+
+class Statuses(Message):
+    """One uint8 status a block."""
+
+    kind = 21
+    statuses: bytes
+
+
+class PrepareRequest(Message):
+    """Open slots for blocks ``first`` to ``first + count`` of a sealed grant, freeing its victims first.
+
+    The slots belong to this connection; a writer with several prepares a part of the grant on each.
+    """
+
+    kind = 30
+    grant: bytes
+    first: int
+    count: int
+
+
+class PrepareReply(Message):
+    """A slot and generation for each shard; NO_SLOT where there is no room."""
+
+    kind = 31
+    slots: bytes
+    generations: bytes
+
+
+class WriteRequest(Message):
+    """Bytes for prepared slots, ``block_bytes`` each, in the payload. Answered by Statuses of WriteStatus.
+
+    The node checks every checksum over the slot before it commits it.
+    """
+
+    kind = 32
+    segment_id: bytes
+    reservation: int
+    slots: bytes
+    generations: bytes
+    checksums: bytes
+
+
+class SealRequest(Message):
+    """The writer has written these mapped slots itself: commit them. Answered by Statuses of WriteStatus."""
+
+    kind = 34
+    segment_id: bytes
+    reservation: int
+    slots: bytes
+    generations: bytes
+    checksums: bytes
+
+
+class DiscardRequest(Message):
+    """Give prepared slots back. Answered by Done."""
+
+    kind = 36
+    segment_id: bytes
+    slots: bytes
+    generations: bytes
+
+
+class ReadRequest(Message):
+    """Send the bytes of committed slots, ``block_bytes`` each."""
+
+    kind = 38
+    segment_id: bytes
+    slots: bytes
+    generations: bytes
+    block_bytes: int
+
+
+class ReadReply(Message):
+    """``present``: uint8 a slot; the payload holds the present ones, in order."""
+
+    kind = 39
+    present: bytes
+
+
+class AttachRequest(Message):
+    """Ask for the segment's file descriptors (Unix sockets only)."""
+
+    kind = 40
+    segment_id: bytes
+
+
+class AttachReply(Message):
+    """Size of the payload file; its read-only and read-write descriptors follow as ancillary data of one byte."""
+
+    kind = 41
+    size_bytes: int
+
+
+KINDS: dict[int, type[Message]] = {
+    cls.kind: cls for cls in Message.__subclasses__() if cls.kind
+}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
+
+
+def encode(message: Message) -> bytes:
+    """The message's body."""
+    return _ENCODER.encode(message)
+
+
+def decode(kind: int, body: bytes | bytearray | memoryview) -> Message:
+    """The message in ``body``.
+
+    Raises:
+        ProtocolError: An unknown kind, or a body that is not exactly that message.
+    """
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        raise ProtocolError(f"message kind {kind} is not known: the peer speaks another version")
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{KINDS[kind].__name__} cannot be read: {error}") from error
+
+
+def pack(values: Any, dtype: str) -> bytes:
+    """A packed array of ``values``."""
+    return np.asarray(values, dtype).tobytes()
+
+
+def unpack(field: str, data: bytes, dtype: str, count: int) -> NDArray[Any]:
+    """The ``count`` elements in ``data``, read-only.
+
+    Raises:
+        ProtocolError: Another number of elements.
+    """
+    expected = np.dtype(dtype).itemsize * count
+    if len(data) != expected:
+        raise ProtocolError(f"{field} has {len(data)} bytes; {count} elements need {expected}")
+    return np.frombuffer(data, dtype)

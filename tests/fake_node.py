@@ -1,0 +1,190 @@
+"""Store nodes without bytes: slots with headers, freed only by order. What tests hold a directory to account with."""
+
+from dataclasses import dataclass, field
+
+from kvpool.core.directory import AnnouncedBlock, CommitStatus, Directory, DirectoryConfig, FreeSlot, ReserveResult
+from kvpool.core.keys import NO_PARENT, chain_hashes
+from kvpool.core.limits import PAGE_BYTES
+from kvpool.core.namespace import Namespace
+from kvpool.testing import ManualClock
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlot:
+    """A slot's header, as its node keeps it."""
+
+    namespace: Namespace
+    hash: bytes
+    parent: bytes
+    shard: int
+    slot: int
+    generation: int
+
+    @property
+    def checksum(self) -> int:
+        """Any value that differs from slot to slot does."""
+        return self.generation << 8 | self.slot
+
+    @property
+    def size_bytes(self) -> int:
+        return -(-self.namespace.block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def written(self) -> tuple[bytes, int, int, int, int]:
+        """What a node commits of it."""
+        return (self.hash, self.shard, self.slot, self.generation, self.checksum)
+
+    @property
+    def announced(self) -> AnnouncedBlock:
+        """What a node that joins says of it."""
+        return AnnouncedBlock(self.hash, self.parent, self.shard, self.slot, self.generation, self.checksum, 1.0)
+
+
+@dataclass(slots=True)
+class FakeSegment:
+    """A segment's committed slots. Numbers are reused as soon as they are free, generations never."""
+
+    segment_id: bytes
+    node_id: str
+    capacity_bytes: int
+    number: int = -1
+    last_generation: int = 0
+    held: dict[int, HeldSlot] = field(default_factory=dict)
+
+    def store(self, namespace: Namespace, block_hash: bytes, parent: bytes, shard: int) -> HeldSlot:
+        """Write one shard of a block into the lowest free slot."""
+        slot = next(i for i in range(len(self.held) + 1) if i not in self.held)
+        self.last_generation += 1
+        self.held[slot] = HeldSlot(namespace, block_hash, parent, shard, slot, self.last_generation)
+        return self.held[slot]
+
+    def free(self, slot: int, generation: int) -> bool:
+        """Free the slot if it still holds ``generation``."""
+        holds = slot in self.held and self.held[slot].generation == generation
+        if holds:
+            del self.held[slot]
+        return holds
+
+    def apply(self, orders: list[FreeSlot]) -> None:
+        """Free what the directory ordered."""
+        for order in orders:
+            if order.segment_id == self.segment_id:
+                self.free(order.slot, order.generation)
+
+
+def chain(*tokens: int) -> list[bytes]:
+    """Hashes of a chain of one-token blocks; chains share the blocks of their common prefix."""
+    return chain_hashes(tokens, 1)
+
+
+def make_namespace(pages: int = 1, shards: int = 1, model: str = "demo") -> Namespace:
+    """A namespace whose slots take ``pages`` pages each."""
+    return Namespace(model=model, block_tokens=1, block_bytes=pages * PAGE_BYTES, shards=shards)
+
+
+class SmallPool:
+    """A directory over fake segments of a few pages, one a node, and the writes that a client would do."""
+
+    def __init__(self, *pages: int, namespaces: tuple[Namespace, ...] = (), config: DirectoryConfig | None = None):
+        self.clock = ManualClock()
+        self.directory = Directory(self.clock, config)
+        self.namespaces = namespaces or (make_namespace(),)
+        for namespace in self.namespaces:
+            self.directory.open_namespace(namespace)
+        self.segments = [FakeSegment(bytes([i]) * 16, f"node-{i}", n * PAGE_BYTES) for i, n in enumerate(pages)]
+        for segment in self.segments:
+            self.join(segment)
+
+    @property
+    def namespace(self) -> Namespace:
+        """The first one."""
+        return self.namespaces[0]
+
+    def join(self, segment: FakeSegment) -> None:
+        """The segment's node joins; it announces nothing yet."""
+        segment.number = self.directory.add_segment(segment.segment_id, segment.node_id, segment.capacity_bytes)
+
+    def announce(self, segment: FakeSegment, slots: list[HeldSlot]) -> list[bool]:
+        """The node announces ``slots``, all of one namespace, and frees what the directory does not want."""
+        wanted = self.directory.announce(segment.segment_id, slots[0].namespace.id, [s.announced for s in slots])
+        for slot, is_wanted in zip(slots, wanted, strict=True):
+            if not is_wanted:
+                segment.free(slot.slot, slot.generation)
+        return wanted
+
+    def reserve(self, hashes: list[bytes], namespace: Namespace | None = None, **options) -> ReserveResult:
+        """Reserve, as a client would."""
+        return self.directory.reserve((namespace or self.namespace).id, b"".join(hashes), **options)
+
+    def commit(
+        self, result: ReserveResult, hashes: list[bytes], namespace: Namespace | None = None, first: int = 0
+    ) -> list[CommitStatus]:
+        """Write every share of ``result``; ``hashes`` is the chain from its root that was reserved from ``first``."""
+        statuses = []
+        for segment in self.segments:
+            if segment.number in result.shares:
+                statuses += self.commit_share(result, segment, hashes, namespace, first)
+        return statuses
+
+    def commit_share(
+        self,
+        result: ReserveResult,
+        segment: FakeSegment,
+        hashes: list[bytes],
+        namespace: Namespace | None = None,
+        first: int = 0,
+    ) -> list[CommitStatus]:
+        """Write the share of ``result`` on ``segment``, as its node would."""
+        share = result.shares[segment.number]
+        segment.apply(share.victims)
+        slots = []
+        for index, shard in zip(share.indexes, share.shards, strict=True):
+            i = first + index
+            slots.append(
+                segment.store(namespace or self.namespace, hashes[i], hashes[i - 1] if i else NO_PARENT, shard)
+            )
+        statuses = self.directory.commit(result.reservation, segment.segment_id, [s.written for s in slots])
+        for slot, status in zip(slots, statuses, strict=True):
+            if status == CommitStatus.STALE:
+                segment.free(slot.slot, slot.generation)
+        return statuses
+
+    def store(self, hashes: list[bytes], namespace: Namespace | None = None, first: int = 0) -> ReserveResult:
+        """Reserve and commit a chain."""
+        result = self.reserve(hashes, namespace, first=first)
+        self.commit(result, hashes, namespace, first)
+        return result
+
+    def visible(self, hashes: list[bytes], namespace: Namespace | None = None) -> list[bool]:
+        """Which of the blocks can be matched; does not touch them."""
+        return [self.directory.explain((namespace or self.namespace).id, h) is None for h in hashes]
+
+    def slot_of(self, block_hash: bytes, shard: int = 0) -> tuple[FakeSegment, HeldSlot]:
+        """The slot that holds a block."""
+        return next(
+            (segment, slot)
+            for segment in self.segments
+            for slot in segment.held.values()
+            if slot.hash == block_hash and slot.shard == shard
+        )
+
+    def lose_block(self, block_hash: bytes, shard: int = 0) -> None:
+        """The block's node finds its slot gone and says so."""
+        segment, slot = self.slot_of(block_hash, shard)
+        segment.free(slot.slot, slot.generation)
+        assert self.directory.gone(
+            segment.segment_id, slot.namespace.id, block_hash, slot.slot, slot.generation
+        )
+
+    def obey(self) -> None:
+        """All nodes apply and acknowledge all their orders."""
+        for segment in self.segments:
+            orders = self.directory.orders(segment.node_id)
+            segment.apply(orders)
+            if orders:
+                self.directory.acknowledge(segment.node_id, orders[-1].number)
+
+    def in_use(self) -> tuple[int, int]:
+        """(open reservations, bytes used): what must be as before when a call changes nothing."""
+        stats = self.directory.stats()
+        return stats.reservations, stats.used_bytes
