@@ -1,10 +1,10 @@
 """kvpool: a distributed pool for the KV-cache blocks of LLM engines, keyed by chained block hashes.
 
-    pool = kvpool.connect("grpc://127.0.0.1:7300")
-    blocks = pool.namespace(kvpool.Namespace(model="llama", block_tokens=16, block_bytes=65536))
-    blocks.store(hashes, buffers)
-    matched = blocks.match(hashes).blocks
-    blocks.load(hashes, buffers[:matched])
+pool = kvpool.connect("grpc://127.0.0.1:7300")
+blocks = pool.namespace(kvpool.Namespace(model="llama", block_tokens=16, block_bytes=65536))
+blocks.store(hashes, buffers)
+matched = blocks.match(hashes).blocks
+blocks.load(hashes, buffers[:matched])
 """
 
 from kvpool.client import (
@@ -39,7 +39,7 @@ from kvpool.core.errors import (
 )
 from kvpool.core.keys import chain_hashes
 from kvpool.core.namespace import FieldDifference, Namespace
-from kvpool.ops.version import VERSION as __version__  # noqa: N812 - the name that tools look for
+from kvpool.ops.version import __version__
 
 __all__ = [
     "CapacityError",

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Self
 
 from kvpool.client import Client, connect
 from kvpool.meta import MetaServer
@@ -49,7 +50,7 @@ class EmbeddedPool:
         """A client of this pool; options as for `kvpool.connect`."""
         return connect(self.uri, **options)  # type: ignore[arg-type]
 
-    def __enter__(self) -> "EmbeddedPool":
+    def __enter__(self) -> Self:
         self.start()
         return self
 

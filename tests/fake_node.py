@@ -121,28 +121,27 @@ class SmallPool:
     ) -> list[CommitStatus]:
         """Write every share of ``result``; ``hashes`` is the chain from its root that was reserved from ``first``."""
         statuses = []
-        for segment in self.segments:
-            if segment.number in result.shares:
-                statuses += self.commit_share(result, segment, hashes, namespace, first)
+        for number, shard in result.shares:
+            statuses += self.commit_share(result, number, shard, hashes, namespace, first)
         return statuses
 
     def commit_share(
         self,
         result: ReserveResult,
-        segment: FakeSegment,
+        number: int,
+        shard: int,
         hashes: list[bytes],
         namespace: Namespace | None = None,
         first: int = 0,
     ) -> list[CommitStatus]:
-        """Write the share of ``result`` on ``segment``, as its node would."""
-        share = result.shares[segment.number]
+        """Write one rank's share of ``result``, as the segment's node would."""
+        segment = next(segment for segment in self.segments if segment.number == number)
+        share = result.shares[number, shard]
         segment.apply(share.victims)
         slots = []
-        for index, shard in zip(share.indexes, share.shards, strict=True):
-            i = first + index
-            slots.append(
-                segment.store(namespace or self.namespace, hashes[i], hashes[i - 1] if i else NO_PARENT, shard)
-            )
+        for i in (first + index for index in share.indexes):
+            parent = hashes[i - 1] if i else NO_PARENT
+            slots.append(segment.store(namespace or self.namespace, hashes[i], parent, shard))
         statuses = self.directory.commit(result.reservation, segment.segment_id, [s.written for s in slots])
         for slot, status in zip(slots, statuses, strict=True):
             if status == CommitStatus.STALE:
@@ -172,9 +171,7 @@ class SmallPool:
         """The block's node finds its slot gone and says so."""
         segment, slot = self.slot_of(block_hash, shard)
         segment.free(slot.slot, slot.generation)
-        assert self.directory.gone(
-            segment.segment_id, slot.namespace.id, block_hash, slot.slot, slot.generation
-        )
+        assert self.directory.gone(segment.segment_id, slot.namespace.id, block_hash, slot.slot, slot.generation)
 
     def obey(self) -> None:
         """All nodes apply and acknowledge all their orders."""

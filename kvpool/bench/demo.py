@@ -8,6 +8,7 @@ import contextlib
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,9 +73,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         longest = max(1, workload.longest_blocks)
         pages = self.engine_pages or ENGINE_PROMPTS * longest
         if pages < longest:
-            raise UsageError(
-                f"engine pages are {pages}, but the longest prompt has {longest} blocks; give as many"
-            )
+            raise UsageError(f"engine pages are {pages}, but the longest prompt has {longest} blocks; give as many")
         slot_bytes = -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
         wanted = int(workload.unique_blocks() * slot_bytes * POOL_HEADROOM / self.nodes)
         node_bytes = self.node_bytes or max(NODE_BYTES_MIN, wanted)
@@ -97,6 +96,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
         load_gb_s: Loaded 10^9 bytes a second of the time engines spent in load calls, mean of an engine.
         store_gb_s: The same for stores, look-up of what is wanted included.
         elapsed_s: From the first request to the end of the last, computation and checks included.
+        loaded_by_transport: Bytes of all loads, by the transport that carried them.
+        verify_failures: Blocks that the clients themselves refused: a miss for the engine, no mismatch.
         totals: The engines' counters, summed.
     """
 
@@ -114,6 +115,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     load_gb_s: float | None
     store_gb_s: float | None
     mismatches: int
+    verify_failures: int
+    loaded_by_transport: dict[str, int]
     elapsed_s: float
     totals: EngineStats
     nodes: tuple[NodeUse, ...]
@@ -154,9 +157,7 @@ class Turns:
             self._changed.notify_all()
 
 
-def run_demo(
-    workload: Workload, settings: DemoSettings, on_request: Callable[[], None] = lambda: None
-) -> DemoReport:
+def run_demo(workload: Workload, settings: DemoSettings, on_request: Callable[[], None] = lambda: None) -> DemoReport:
     """Start the pool, run the engines, count, stop the pool.
 
     Args:
@@ -175,8 +176,7 @@ def run_demo(
     with contextlib.ExitStack() as stack:
         uri = stack.enter_context(_pool(settings))
         pools = [
-            stack.enter_context(kvpool.connect(uri, transports=settings.transports))
-            for _ in range(settings.engines)
+            stack.enter_context(kvpool.connect(uri, transports=settings.transports)) for _ in range(settings.engines)
         ]
         engines = [
             Engine(
@@ -190,11 +190,10 @@ def run_demo(
         began_s = time.perf_counter()
         serve_all(workload, engines, on_request)
         elapsed_s = time.perf_counter() - began_s
-        nodes = tuple(
-            NodeUse(n.node_id, n.blocks, n.used_bytes, n.capacity_bytes) for n in pools[0].status().nodes
-        )
+        nodes = tuple(NodeUse(n.node_id, n.blocks, n.used_bytes, n.capacity_bytes) for n in pools[0].status().nodes)
+        clients = [pool.stats() for pool in pools]
     totals = sum((engine.stats() for engine in engines), EngineStats())
-    return _report(workload, settings, totals, nodes, elapsed_s)
+    return _report(workload, settings, totals, clients=clients, nodes=nodes, elapsed_s=elapsed_s)
 
 
 def serve_all(workload: Workload, engines: Sequence[Engine], on_request: Callable[[], None]) -> None:
@@ -231,9 +230,7 @@ def _pool(settings: DemoSettings) -> Iterator[str]:
         memory = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="kvpool-demo-", dir=load_settings().node.segment_dir)
         )
-        meta = stack.enter_context(
-            RoleProcess("meta", {"grpc-port": 0, "framed-port": 0}, folder / "meta.log")
-        )
+        meta = stack.enter_context(RoleProcess("meta", {"grpc-port": 0, "framed-port": 0}, folder / "meta.log"))
         uri = str(meta.ready()["uri"])
         nodes = []
         for i in range(settings.nodes):
@@ -270,6 +267,8 @@ def _report(
     workload: Workload,
     settings: DemoSettings,
     totals: EngineStats,
+    *,
+    clients: Sequence[kvpool.ClientStats],
     nodes: tuple[NodeUse, ...],
     elapsed_s: float,
 ) -> DemoReport:
@@ -288,6 +287,8 @@ def _report(
         load_gb_s=_gb_s(totals.loaded_bytes, totals.load_s),
         store_gb_s=_gb_s(totals.stored_bytes, totals.store_s),
         mismatches=totals.mismatches,
+        verify_failures=sum(client.verify_failures for client in clients),
+        loaded_by_transport=dict(sum((Counter(client.loaded_bytes) for client in clients), Counter())),
         elapsed_s=elapsed_s,
         totals=totals,
         nodes=nodes,

@@ -73,13 +73,13 @@ Buffers = Sequence[Sequence[memoryview]]
 class Pool(Protocol):
     """The part of a kvpool namespace handle that an engine needs; ``hashes`` is the chain from its root."""
 
-    def match(self, hashes: bytes, lease_s: float) -> Matched:
+    def match(self, hashes: bytes, *, lease_s: float) -> Matched:
         """How many leading blocks the pool holds, kept for ``lease_s``."""
 
-    def load(self, hashes: bytes, buffers: Buffers, first: int) -> Loaded:
+    def load(self, hashes: bytes, buffers: Buffers, *, first: int) -> Loaded:
         """Fill ``buffers`` with blocks ``first`` and following."""
 
-    def store(self, hashes: bytes, buffers: Buffers, first: int) -> Stored:
+    def store(self, hashes: bytes, buffers: Buffers, *, first: int) -> Stored:
         """Offer blocks ``first`` and following; when it returns, what was stored can be matched."""
 
 
@@ -168,9 +168,7 @@ class PagedBuffer:
         words = block_bytes // BLOCK_BYTES_UNIT
         self._planes = np.zeros((2, pages, words), np.uint64)
         self._pattern = np.random.default_rng(_PATTERN_SEED).integers(0, 1 << 63, (2, words), np.uint64)
-        self._pieces = [
-            [memoryview(plane[page]).cast("B") for plane in self._planes] for page in range(pages)
-        ]
+        self._pieces = [[memoryview(plane[page]).cast("B") for plane in self._planes] for page in range(pages)]
 
     def pieces(self, pages: Sequence[int]) -> Buffers:
         """The memory of ``pages``, writable; it stays the buffer's."""
@@ -222,9 +220,7 @@ class Engine:
         """
         hashes = request.hashes
         if len(hashes) > self._pages:
-            raise UsageError(
-                f"a prompt of {len(hashes)} blocks needs as many pages; the engine has {self._pages}"
-            )
+            raise UsageError(f"a prompt of {len(hashes)} blocks needs as many pages; the engine has {self._pages}")
         local = reused = self._cache.match(hashes)
         if hashes:
             chain = b"".join(hashes)
@@ -240,9 +236,7 @@ class Engine:
             pool_tokens=(reused - local) * self._block_tokens,
         )
 
-    def _load(
-        self, chain: bytes, hashes: Sequence[bytes], pages: Sequence[int], first: int, offered: int
-    ) -> int:
+    def _load(self, chain: bytes, hashes: Sequence[bytes], pages: Sequence[int], first: int, offered: int) -> int:
         """Load what the pool offers beyond ``first``; returns the end of the run that arrived intact."""
         for start, stop in _batches(first, offered):
             began_s = time.perf_counter()
@@ -289,8 +283,7 @@ def check_block_bytes(block_bytes: int) -> None:
     """Refuse a block that cannot be a K and a V half of whole words; raises UsageError."""
     if not BLOCK_BYTES_UNIT <= block_bytes <= BLOCK_BYTES_MAX or block_bytes % BLOCK_BYTES_UNIT:
         raise UsageError(
-            f"block bytes are {block_bytes}; they must be a multiple of {BLOCK_BYTES_UNIT} "
-            f"up to {BLOCK_BYTES_MAX}"
+            f"block bytes are {block_bytes}; they must be a multiple of {BLOCK_BYTES_UNIT} up to {BLOCK_BYTES_MAX}"
         )
 
 

@@ -49,9 +49,7 @@ class RoleProcess:
             )
         assert self._process.stdout is not None
         # Read to the end, not to the ready line: a role must never block on a pipe that nobody empties.
-        self._reader = threading.Thread(
-            target=_forward, args=(self._process.stdout, self._lines), daemon=True
-        )
+        self._reader = threading.Thread(target=_forward, args=(self._process.stdout, self._lines), daemon=True)
         self._reader.start()
 
     def __enter__(self) -> Self:
@@ -99,9 +97,7 @@ class RoleProcess:
 
     def _failure(self, what: str) -> UnavailableError:
         tail = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        return UnavailableError(
-            f"kvpool {self._role} (process {self.pid}) {what}; its log ends: {tail or 'empty'}"
-        )
+        return UnavailableError(f"kvpool {self._role} (process {self.pid}) {what}; its log ends: {tail or 'empty'}")
 
 
 def _forward(stdout: IO[bytes], lines: "queue.SimpleQueue[bytes]") -> None:

@@ -134,8 +134,7 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 number += 1
                 if len(raw) > LINE_BYTES_MAX:
                     raise UsageError(
-                        f"{path.name}, line {number} is longer than {LINE_BYTES_MAX} bytes; "
-                        "put one request on a line"
+                        f"{path.name}, line {number} is longer than {LINE_BYTES_MAX} bytes; put one request on a line"
                     )
                 yield number, raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

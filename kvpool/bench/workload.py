@@ -95,9 +95,7 @@ def agent_workload(settings: AgentSettings) -> Workload:
     """Generate the conversations and interleave their turns; a conversation's turns keep their order."""
     rng = random.Random(settings.seed)  # noqa: S311 - a workload that repeats, not a secret
     systems = [_message(rng, settings.system_tokens) for _ in range(settings.agents)]
-    conversations = [
-        _conversation(rng, settings, systems[i % settings.agents]) for i in range(settings.conversations)
-    ]
+    conversations = [_conversation(rng, settings, systems[i % settings.agents]) for i in range(settings.conversations)]
     name = f"{settings.conversations} agent conversations of {settings.turns} turns, seed {settings.seed}"
     return Workload(name, settings.block_tokens, tuple(_interleave(rng, conversations)))
 

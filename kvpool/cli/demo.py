@@ -40,6 +40,7 @@ def demo(
     node_size: Annotated[
         str | None, typer.Option(help="Memory of each node. [default: enough for the whole workload]")
     ] = None,
+    transports: Annotated[str, typer.Option(help="Transports to use, best first.")] = "shm,tcp",
     conversations: Annotated[int, typer.Option(min=1, help="Built-in agents: conversations.")] = 32,
     turns: Annotated[int, typer.Option(min=1, help="Built-in agents: turns of a conversation.")] = 12,
     seed: Annotated[int, typer.Option(help="Built-in agents: same seed, same workload.")] = 1,
@@ -55,13 +56,12 @@ def demo(
         block_bytes=parse_size(block_bytes),
         engine_pages=engine_pages,
         node_bytes=parse_size(node_size) if node_size is not None else None,
+        transports=tuple(name.strip() for name in transports.split(",")),
     )
     if trace is not None:
         workload = read_trace(trace, block_tokens)
     else:
-        agents = AgentSettings(
-            conversations=conversations, turns=turns, block_tokens=block_tokens or 16, seed=seed
-        )
+        agents = AgentSettings(conversations=conversations, turns=turns, block_tokens=block_tokens or 16, seed=seed)
         workload = agent_workload(agents)
     with _terminated_as_exit(), _progress(workload, shown=output is Format.TEXT) as on_request:
         report = run_demo(workload, settings, on_request)
@@ -128,8 +128,11 @@ def _traffic(report: DemoReport) -> Iterator[tuple[str, ...]]:
         ("stored", totals.stored_blocks, totals.stored_bytes, report.store_gb_s),
     ):
         yield name, f"{blocks:,}", format_size(size_bytes), "-" if rate is None else f"{rate:.2f}"
+    for transport, size_bytes in report.loaded_by_transport.items():
+        yield f"loaded over {transport}", "", format_size(size_bytes)
     yield "offered, not delivered", f"{totals.undelivered_blocks:,}"
-    yield "refused: no room", f"{totals.refused_blocks:,}"
+    yield "refused by a checksum", f"{report.verify_failures:,}"
+    yield "refused for want of room", f"{totals.refused_blocks:,}"
 
 
 def _places(report: DemoReport) -> Iterator[tuple[str, ...]]:

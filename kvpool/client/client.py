@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Self
 
 from kvpool.client.counters import Counters
 from kvpool.client.keyspace import Keyspace
@@ -32,7 +33,7 @@ class Client:
         self.counters = Counters()
         self._closed = threading.Event()
 
-    def __enter__(self) -> "Client":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

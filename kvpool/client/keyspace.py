@@ -218,9 +218,7 @@ class Keyspace:
             reply.reservation, first, packed[first * HASH_BYTES :], reply.wants, missing_from, reply.grants
         )
 
-    def _abort(
-        self, reservation: Reservation, blocks: Sequence[int] | None, timeout_s: float | None = None
-    ) -> None:
+    def _abort(self, reservation: Reservation, blocks: Sequence[int] | None, timeout_s: float | None = None) -> None:
         if not reservation.number:
             return
         hashes = reservation.hashes
@@ -249,5 +247,3 @@ def _lease_ms(lease_s: float) -> int:
     if not 0 <= lease_s <= LEASE_S_MAX:
         raise UsageError(f"lease_s is {lease_s}; it must be from 0 to {LEASE_S_MAX:g}")
     return int(lease_s * 1000)
-
-

@@ -1,5 +1,6 @@
 """Loading: locate, read from each segment by its node's transport, and tell the directory of what was not there."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -165,9 +166,7 @@ class _Load:
             destinations=[self._destinations[b] for b in blocks],
         )
 
-    def _take(
-        self, transport: Transport, number: int, copies: _Copies, blocks: list[int], statuses: bytearray
-    ) -> None:
+    def _take(self, transport: Transport, number: int, copies: _Copies, blocks: list[int], statuses: bytearray) -> None:
         client = self._keyspace.client
         good = statuses.count(ReadStatus.OK)
         client.counters.loaded(transport.name, good * self._keyspace.namespace.block_bytes)
@@ -185,7 +184,5 @@ class _Load:
     def _report(self, segment: int, block: int, slot: int, generation: int) -> None:
         block_hash = self._hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
         request = ReportBadRequest(self._keyspace.namespace.id, block_hash, segment, slot, generation)
-        try:
+        with suppress(KvpoolError):  # whoever meets the block next reports it
             self._keyspace.client.meta.call(request, Done, self._deadline, again=False)
-        except KvpoolError:
-            pass  # whoever meets the block next reports it

@@ -31,8 +31,8 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         hashes: n hashes, packed.
         parents: n parents' hashes, packed; zeros for a root.
         shard: Which shard of the blocks.
-        victim_slots: v × uint32: slots to free first.
-        victim_generations: v × uint64.
+        victim_slots: v uint32s: slots to free first.
+        victim_generations: v uint64s.
     """
 
     incarnation: int

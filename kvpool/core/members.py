@@ -5,7 +5,7 @@ service's random incarnation and the session's key stand in every grant, so that
 from new.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -75,7 +75,7 @@ class Members:
         self._by_id: dict[str, Member] = {}
         self.version = 1
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Member]:
         return iter(list(self._by_id.values()))
 
     def get(self, node_id: str) -> Member | None:
@@ -91,9 +91,7 @@ class Members:
     ) -> Member:
         """A new session for ``node_id``; an older one ends here. The caller drops what the directory had of it."""
         session = int.from_bytes(self._random_bytes(8), "little") >> 1
-        member = Member(
-            node_id, incarnation, session, self._random_bytes(32), endpoints, segments, self._clock()
-        )
+        member = Member(node_id, incarnation, session, self._random_bytes(32), endpoints, segments, self._clock())
         self._by_id[node_id] = member
         self.version += 1
         return member

@@ -58,7 +58,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServicer):
     ) -> membership_pb2.CommitResponse:
         count = count_hashes(request.hashes, RESERVE_BLOCKS_MAX * SHARDS_MAX)
         columns = (request.shard, request.slot, request.generation, request.checksum)
-        _check_columns(count, *map(len, columns))
+        _check_columns(count, *[len(column) for column in columns])
         written = list(zip(split_hashes(request.hashes), *columns, strict=True))
         statuses = self._service.commit(request.session, request.segment_id, request.reservation, written)
         return membership_pb2.CommitResponse(statuses=bytes(statuses))
@@ -144,7 +144,7 @@ class _Stream:
     def _take_inventory(self, part: membership_pb2.Inventory) -> None:
         count = count_hashes(part.hashes, ANNOUNCE_BLOCKS_MAX)
         columns = (part.shard, part.slot, part.generation, part.checksum, part.age_s)
-        _check_columns(count, len(part.parents) // HASH_BYTES, *map(len, columns))
+        _check_columns(count, len(part.parents) // HASH_BYTES, *[len(column) for column in columns])
         parents = [parent if any(parent) else b"" for parent in split_hashes(part.parents)]
         blocks = [AnnouncedBlock(*row) for row in zip(split_hashes(part.hashes), parents, *columns, strict=True)]
         unwanted = self._service.take_inventory(self._member, part.segment_id, part.document, blocks)

@@ -4,6 +4,8 @@ import os
 import threading
 import time
 
+import grpc
+
 from kvpool.meta.framed import MetaSession
 from kvpool.meta.membership import MembershipServicer
 from kvpool.meta.service import MetaService
@@ -11,7 +13,7 @@ from kvpool.meta.servicers import AdminServicer, DirectoryServicer
 from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
-from kvpool.ops.version import VERSION
+from kvpool.ops.version import __version__
 from kvpool.transport.wire.server import FramedServer, Identity
 from kvpool.v1 import admin_pb2_grpc, directory_pb2_grpc, membership_pb2_grpc
 
@@ -82,12 +84,10 @@ class MetaServer:
             self._ticker.join()
         log.info("meta_stopped")
 
-    def _register(self, server, framed: list[str]) -> None:  # type: ignore[no-untyped-def]
-        directory_pb2_grpc.add_DirectoryServicer_to_server(
-            DirectoryServicer(self.service, framed, VERSION), server
-        )
+    def _register(self, server: grpc.Server, framed: list[str]) -> None:
+        directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryServicer(self.service, framed, __version__), server)
         membership_pb2_grpc.add_MembershipServicer_to_server(MembershipServicer(self.service), server)
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self.service, VERSION), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self.service, __version__), server)
 
     def _tick(self) -> None:
         while not self._stopping.wait(self.settings.heartbeat_s):

@@ -69,9 +69,7 @@ class MetaService:
     def __init__(self, settings: MetaSettings, clock: Clock, random_bytes: Callable[[int], bytes]) -> None:
         self.settings = settings
         self.incarnation = int.from_bytes(random_bytes(8), "little") >> 1
-        config = DirectoryConfig(
-            policy=settings.policy, lease_cap=settings.lease_cap, tombstones=settings.tombstones
-        )
+        config = DirectoryConfig(policy=settings.policy, lease_cap=settings.lease_cap, tombstones=settings.tombstones)
         self._directory = Directory(clock, config)
         self._members = Members(clock, random_bytes, settings.node_ttl_s)
         self._lock = threading.Lock()
@@ -97,9 +95,7 @@ class MetaService:
         with self._lock:
             return self._directory.match(_checked_id(namespace_id), hashes, self._lease_s(lease_s))
 
-    def locate(
-        self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None, lease_s: float
-    ) -> Location:
+    def locate(self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None, lease_s: float) -> Location:
         """See `Directory.locate`."""
         with self._lock:
             namespace_id = _checked_id(namespace_id)
@@ -246,7 +242,11 @@ class MetaService:
             return orders
 
     def commit(
-        self, session: int, segment_id: bytes, reservation: int, written: list[tuple[bytes, int, int, int, int]]
+        self,
+        session: int,
+        segment_id: bytes,
+        reservation: int,
+        written: list[tuple[bytes, int, int, int, int]],
     ) -> list[CommitStatus]:
         """See `Directory.commit`; everything is stale from a node whose session is over."""
         with self._lock:
@@ -255,9 +255,7 @@ class MetaService:
                 return [CommitStatus.STALE] * len(written)
             return self._directory.commit(reservation, segment_id, written)
 
-    def gone(
-        self, session: int, segment_id: bytes, namespace_id: bytes, slots: list[tuple[bytes, int, int]]
-    ) -> int:
+    def gone(self, session: int, segment_id: bytes, namespace_id: bytes, slots: list[tuple[bytes, int, int]]) -> int:
         """(hash, slot, generation) that a node no longer has; how many the directory named."""
         with self._lock:
             member = self._members.of_session(session)

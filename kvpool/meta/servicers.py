@@ -1,14 +1,14 @@
 """gRPC servicers of the metadata service: they translate messages and decide nothing."""
 
+import dataclasses
+
+import grpc
+
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import RESERVE_BLOCKS_MAX
 from kvpool.meta.service import MetaService
 from kvpool.transport.wire.messages import Topology, unpack
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
-
-import dataclasses
-
-import grpc
 
 
 class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
@@ -46,9 +46,7 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
         namespace = self._service.namespace(request.namespace)
         return directory_pb2.DescribeNamespaceResponse(document=namespace.document)
 
-    def Match(
-        self, request: directory_pb2.MatchRequest, context: grpc.ServicerContext
-    ) -> directory_pb2.MatchResponse:
+    def Match(self, request: directory_pb2.MatchRequest, context: grpc.ServicerContext) -> directory_pb2.MatchResponse:
         matched = self._service.match(request.namespace, request.hashes, request.lease_ms / 1000)
         return directory_pb2.MatchResponse(blocks=matched.blocks, reason=matched.reason or "")
 
@@ -74,7 +72,12 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
         self, request: directory_pb2.ReserveRequest, context: grpc.ServicerContext
     ) -> directory_pb2.ReserveResponse:
         reserved = self._service.reserve(
-            request.namespace, request.hashes, request.first, request.parent, context.peer(), request.ttl_ms / 1000
+            request.namespace,
+            request.hashes,
+            request.first,
+            request.parent,
+            context.peer(),
+            request.ttl_ms / 1000,
         )
         grants = [
             directory_pb2.SegmentGrant(
@@ -92,9 +95,7 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
             grants=grants,
         )
 
-    def Abort(
-        self, request: directory_pb2.AbortRequest, context: grpc.ServicerContext
-    ) -> directory_pb2.AbortResponse:
+    def Abort(self, request: directory_pb2.AbortRequest, context: grpc.ServicerContext) -> directory_pb2.AbortResponse:
         hashes = None
         if request.hashes:
             count_hashes(request.hashes, RESERVE_BLOCKS_MAX)
@@ -133,9 +134,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             counters=dataclasses.asdict(status.stats),
         )
 
-    def Explain(
-        self, request: admin_pb2.ExplainRequest, context: grpc.ServicerContext
-    ) -> admin_pb2.ExplainResponse:
+    def Explain(self, request: admin_pb2.ExplainRequest, context: grpc.ServicerContext) -> admin_pb2.ExplainResponse:
         count_hashes(request.hash, 1)
         return admin_pb2.ExplainResponse(reason=self._service.explain(request.namespace, request.hash) or "")
 
@@ -176,5 +175,3 @@ def topology_message(service: MetaService) -> common_pb2.Topology:
             )
         )
     return common_pb2.Topology(version=topology.version, nodes=nodes)
-
-

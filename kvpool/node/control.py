@@ -1,4 +1,4 @@
-"""The node's control loop: dial the metadata service, announce what is here, obey its orders, dial again when it ends."""
+"""The node's control loop: dial the metadata service, announce what is here, obey its orders, dial again."""
 
 import queue
 import threading
@@ -13,6 +13,7 @@ from kvpool.node.headers import SlotHeader
 from kvpool.node.link import MetaLink
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.store import NodeSession, NodeStore
+from kvpool.ops.grpc_server import raised_by
 from kvpool.ops.logging import get_logger
 from kvpool.v1 import common_pb2, membership_pb2, membership_pb2_grpc
 
@@ -53,7 +54,7 @@ class Control:
         self._link = link
         self._stub = membership_pb2_grpc.MembershipStub(link.channel)
         self._stopping = threading.Event()
-        self._call: grpc.Call | None = None
+        self._call: grpc.CallIterator[membership_pb2.ToNode] | None = None
         self._out: queue.SimpleQueue[membership_pb2.FromNode | None] = queue.SimpleQueue()
         self._orders_applied = 0
         self._meta_incarnation = 0
@@ -75,7 +76,7 @@ class Control:
         self._stopping.set()
         self._out.put(None)
         if self._call is not None:
-            self._call.cancel()
+            self._call.cancel()  # type: ignore[no-untyped-call]
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -86,7 +87,7 @@ class Control:
                 self._one_session()
                 delay_s = REDIAL_FIRST_S
             except grpc.RpcError as error:
-                self.failure = error.details() if isinstance(error, grpc.Call) else str(error)
+                self.failure = str(raised_by(error))
             except KvpoolError as error:
                 self.failure = str(error)
             self._store.session = None
@@ -102,7 +103,7 @@ class Control:
         self._out.put(self._hello())
         call = self._call = self._stub.Control(self._outgoing())
         if self._stopping.is_set():
-            call.cancel()
+            call.cancel()  # type: ignore[no-untyped-call]
         beat: threading.Thread | None = None
         ended = threading.Event()
         try:
@@ -123,7 +124,7 @@ class Control:
         finally:
             ended.set()
             self._out.put(None)
-            call.cancel()
+            call.cancel()  # type: ignore[no-untyped-call]
             if beat is not None:
                 beat.join()
 
@@ -168,9 +169,7 @@ class Control:
                 part = headers[start : start + _INVENTORY_PART]
                 self._out.put(membership_pb2.FromNode(inventory=self._inventory(namespace_id, document, part)))
 
-    def _inventory(
-        self, namespace_id: bytes, document: bytes, headers: list[SlotHeader]
-    ) -> membership_pb2.Inventory:
+    def _inventory(self, namespace_id: bytes, document: bytes, headers: list[SlotHeader]) -> membership_pb2.Inventory:
         return membership_pb2.Inventory(
             segment_id=self._store.segment.segment_id,
             document=document,

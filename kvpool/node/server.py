@@ -5,6 +5,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import grpc
+
 from kvpool.core.errors import UnavailableError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import Slots, SlotState
@@ -125,11 +127,12 @@ class NodeServer:
                 f"{self._control.failure}; check --meta and that `kvpool meta` runs there"
             )
 
-    def _register(self, server) -> None:  # type: ignore[no-untyped-def]
-        servicer = StoreNodeServicer(
-            self.store, self._describe, lambda: self._framed.connections, lambda: self._control.drain()
-        )
+    def _register(self, server: grpc.Server) -> None:
+        servicer = StoreNodeServicer(self.store, self._describe, lambda: self._framed.connections, self._drain_control)
         store_node_pb2_grpc.add_StoreNodeServicer_to_server(servicer, server)
+
+    def _drain_control(self) -> None:
+        self._control.drain()
 
     def _describe(self) -> common_pb2.Node:
         return common_pb2.Node(

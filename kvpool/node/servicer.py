@@ -68,9 +68,7 @@ class StoreNodeServicer(store_node_pb2_grpc.StoreNodeServicer):
         self._store.drop_owner(_WRITER_BIT | request.writer)
         return store_node_pb2.AbortSlotsResponse()
 
-    def Stat(
-        self, request: store_node_pb2.StatRequest, context: grpc.ServicerContext
-    ) -> store_node_pb2.StatResponse:
+    def Stat(self, request: store_node_pb2.StatRequest, context: grpc.ServicerContext) -> store_node_pb2.StatResponse:
         stats = self._store.stats()
         return store_node_pb2.StatResponse(
             node=self._describe(),

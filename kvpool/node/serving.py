@@ -36,7 +36,7 @@ class DataSession:
         local: Whether the peer is on this host, so that file descriptors can be passed to it.
     """
 
-    def __init__(self, store: NodeStore, owner: int, local: bool) -> None:  # noqa: FBT001 - FramedServer calls it
+    def __init__(self, store: NodeStore, owner: int, local: bool) -> None:
         self._store = store
         self._owner = owner
         self._local = local

@@ -131,7 +131,14 @@ class NodeStore:
                     continue
                 slots[i], generations[i] = slot.page, slot.generation
                 header = SlotHeader(
-                    slot.page, grant.shard, grant.block_bytes, slot.generation, grant.namespace, block_hash, parent, 0
+                    slot.page,
+                    grant.shard,
+                    grant.block_bytes,
+                    slot.generation,
+                    grant.namespace,
+                    block_hash,
+                    parent,
+                    0,
                 )
                 self._headers.write(header, SlotState.WRITING)
                 self._writing[slot.page] = _Writing(grant.reservation, header)
@@ -290,17 +297,13 @@ class NodeStore:
         self.check_segment(grant.segment_id)
         return grant
 
-    def _seal_one(
-        self, page: int, generation: int, checksum: int, owner: int, reservation: int
-    ) -> SlotHeader | None:
+    def _seal_one(self, page: int, generation: int, checksum: int, owner: int, reservation: int) -> SlotHeader | None:
         slot = self._slots.writing(page, generation, owner)
         writing = self._writing.get(page)
         if slot is None or writing is None or writing.reservation != reservation:
             return None
         old = writing.header
-        header = SlotHeader(
-            page, old.shard, old.length, generation, old.namespace, old.hash, old.parent, checksum
-        )
+        header = SlotHeader(page, old.shard, old.length, generation, old.namespace, old.hash, old.parent, checksum)
         self._headers.write(header, SlotState.COMMITTED)
         self._slots.commit(slot)
         del self._writing[page]
@@ -317,9 +320,7 @@ class NodeStore:
         stale = [h for h, answer in zip(headers, answers, strict=True) if answer != CommitStatus.COMMITTED]
         self.free_headers(stale)
         self._counters["committed"] += len(headers) - len(stale)
-        return [
-            WriteStatus.COMMITTED if answer == CommitStatus.COMMITTED else WriteStatus.STALE for answer in answers
-        ]
+        return [WriteStatus.COMMITTED if answer == CommitStatus.COMMITTED else WriteStatus.STALE for answer in answers]
 
     def _free(self, page: int, generation: int, *, rest: bool) -> bool:
         freed = self._slots.free(page, generation, rest=rest)

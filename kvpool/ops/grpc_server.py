@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -45,7 +45,6 @@ _CODES = {
     errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 log = get_logger(__name__)
 
 
@@ -98,7 +97,7 @@ class GrpcServer:
         self._server.stop(grace_s).wait()
 
 
-class _DeadlineRequired(grpc.ServerInterceptor):
+class _DeadlineRequired(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses unary calls without a deadline, or with one above the limit: nothing may wait for ever."""
 
     def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401 - grpc's
@@ -120,20 +119,18 @@ class _DeadlineRequired(grpc.ServerInterceptor):
                 context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
                 context.abort(code_of(error), str(error))
 
-        return grpc.unary_unary_rpc_method_handler(
-            checked, handler.request_deserializer, handler.response_serializer
-        )
+        return grpc.unary_unary_rpc_method_handler(checked, handler.request_deserializer, handler.response_serializer)
 
 
 def raised_by(error: grpc.RpcError) -> KvpoolError:
-    """The error of `kvpool.core.errors` that a failed call stands for."""
-    trailers = dict(error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else {}
-    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    details = (error.details() if isinstance(error, grpc.Call) else "") or code.name
-    kind = getattr(errors, str(trailers.get(ERROR_KEY, "")), None)
+    """The error of `kvpool.core.errors` that a failed call stands for; ``error`` comes from a stub."""
+    call = cast("grpc.Call", error)
+    details = call.details() or call.code().name
+    name = next((value for key, value in call.trailing_metadata() or () if key == ERROR_KEY), "")
+    kind = getattr(errors, str(name), None)
     if isinstance(kind, type) and issubclass(kind, KvpoolError):
         return kind(details)
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+    if call.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineError(details)
     return errors.UnavailableError(details)
 

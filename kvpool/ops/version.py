@@ -3,6 +3,6 @@
 from importlib.metadata import PackageNotFoundError, version
 
 try:
-    VERSION = version("kvpool")
+    __version__ = version("kvpool")
 except PackageNotFoundError:  # a checkout that was never installed
-    VERSION = "0+unknown"
+    __version__ = "0+unknown"

@@ -25,7 +25,7 @@ def scatter(source: Bytes, pieces: Pieces, seed: int) -> int:
     if len(pieces) == 1 and len(source) <= CHUNK_BYTES:
         destination = np.frombuffer(pieces[0], np.uint8)
         np.copyto(destination, source)
-        return xxhash.xxh3_64_intdigest(destination, seed)
+        return xxhash.xxh3_64_intdigest(destination.data, seed)
     digest = xxhash.xxh3_64(seed=seed)
     start = 0
     for piece in pieces:
@@ -39,7 +39,7 @@ def gather(pieces: Pieces, destination: Bytes, seed: int) -> int:
     """Copy the pieces into ``destination``; the checksum of what it holds then."""
     if len(pieces) == 1 and len(destination) <= CHUNK_BYTES:
         np.copyto(destination, np.frombuffer(pieces[0], np.uint8))
-        return xxhash.xxh3_64_intdigest(destination, seed)
+        return xxhash.xxh3_64_intdigest(destination.data, seed)
     digest = xxhash.xxh3_64(seed=seed)
     start = 0
     for piece in pieces:
@@ -63,4 +63,4 @@ def _copy_chunks(destination: Bytes, source: Bytes, digest: xxhash.xxh3_64) -> N
     for start in range(0, len(destination), CHUNK_BYTES):
         chunk = destination[start : start + CHUNK_BYTES]
         np.copyto(chunk, source[start : start + CHUNK_BYTES])
-        digest.update(chunk)
+        digest.update(chunk.data)

@@ -115,9 +115,7 @@ class ShmTransport(Transport):
                 mapping.close()
             self._mappings.clear()
 
-    def _write_on(
-        self, connection: Connection, segment: _Mapping, batch: WriteBatch, deadline: Deadline
-    ) -> bytearray:
+    def _write_on(self, connection: Connection, segment: _Mapping, batch: WriteBatch, deadline: Deadline) -> bytearray:
         count = len(batch.sources)
         prepared = connection.call(PrepareRequest(batch.grant, 0, count), PrepareReply, deadline.left_s())
         slots = unpack("slots", prepared.slots, "<u4", count)

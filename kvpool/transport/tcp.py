@@ -6,6 +6,7 @@ change, and the checksum over the destination guards the way. Large batches are 
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,15 +72,13 @@ class TcpTransport(Transport):
         if self._workers is not None:
             self._workers.shutdown(cancel_futures=True)
 
-    def _spread(
-        self, count: int, block_bytes: int, part: Callable[[int, int], bytearray], failed: int
-    ) -> bytearray:
+    def _spread(self, count: int, block_bytes: int, part: Callable[[int, int], bytearray], failed: int) -> bytearray:
         """Run ``part`` over slices of ``range(count)``, on several streams when there is enough to move."""
         streams = min(self._streams, count, count * block_bytes // STREAM_BYTES_MIN)
         if streams <= 1 or self._workers is None:
             return _or_failed(part, 0, count, failed)
         bounds = [count * i // streams for i in range(streams + 1)]
-        slices = list(zip(bounds, bounds[1:], strict=False))
+        slices = list(pairwise(bounds))
         others = [self._workers.submit(_or_failed, part, start, end, failed) for start, end in slices[1:]]
         statuses = _or_failed(part, *slices[0], failed)
         for other in others:
@@ -178,5 +177,3 @@ def _or_failed(part: Callable[[int, int], bytearray], start: int, end: int, fail
         raise
     except (KvpoolError, OSError):
         return bytearray([failed]) * (end - start)
-
-

@@ -58,14 +58,17 @@ def run(place: Place, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_built_in_agents_reach_the_ideal_hit_rate_with_every_byte_right(place):
-    result = run(place, *SMALL)
+@pytest.mark.parametrize(("transports", "used"), [("shm,tcp", "shm"), ("tcp", "tcp")])
+def test_built_in_agents_reach_the_ideal_hit_rate_with_every_byte_right(place, transports, used):
+    result = run(place, *SMALL, "--transports", transports)
 
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["mismatches"] == 0
     assert report["pool_hit_rate"] == pytest.approx(report["ideal_hit_rate"], abs=0.005)
     assert report["private_hit_rate"] < report["pool_hit_rate"] - 0.1
+    assert report["verify_failures"] == 0
+    assert report["loaded_by_transport"] == {used: report["totals"]["loaded_bytes"]}
     assert report["totals"]["loaded_bytes"] > 0
     assert report["totals"]["stored_blocks"] == report["unique_blocks"]
     assert len(report["nodes"]) == 2

@@ -330,12 +330,13 @@ class DirectoryMachine(RuleBasedStateMachine):
         write = self._opened(result, namespace, asked, ttl_s)
         self._check_wants(result, write, asked, before, after)
         rewritten = {(namespace.id, h) for h in asked if _is_partial(before.get((namespace.id, h)))}
-        evicted = {k for k, b in before.items() if b.state > BlockState.IN_FLIGHT and k not in after} - rewritten
-        in_flight = {k for k, b in after.items() if b.state == BlockState.IN_FLIGHT and k in before} - rewritten
-        evicted |= {k for k in in_flight if before[k].state > BlockState.IN_FLIGHT}
+        evicted = {key for key, block in before.items() if _is_committed(block)} - rewritten
+        evicted -= {key for key, block in after.items() if _is_committed(block)}
         assert self.directory.stats().evicted_blocks - evicted_before >= len(evicted)
         refused = list(result.wants).index(Want.NO_ROOM) if Want.NO_ROOM in result.wants else None
-        spared = (namespace.id, hashes[first + refused - 1] if first + refused else b"") if refused is not None else None
+        spared = (
+            (namespace.id, hashes[first + refused - 1] if first + refused else b"") if refused is not None else None
+        )
         self._check_evicted(evicted, spared, before, after)
         if spared is not None:
             self._check_no_room(namespace, spared, after)
@@ -344,12 +345,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         return write if write.places else multiple()
 
     def _opened(self, result: ReserveResult, namespace: Namespace, asked: list[bytes], ttl_s: float) -> Write:
-        places = [
-            (asked[i], shard, number)
-            for number, share in result.shares.items()
-            for i, shard in zip(share.indexes, share.shards, strict=True)
-        ]
-        victims = {number: share.victims for number, share in result.shares.items()}
+        places = [(asked[i], shard, number) for (number, shard), share in result.shares.items() for i in share.indexes]
+        victims: dict[int, list[FreeSlot]] = defaultdict(list)
+        for (number, _), share in result.shares.items():
+            victims[number] += share.victims
         deadline_us = self._now_us() + microseconds(ttl_s)
         write = Write(result.reservation, namespace, deadline_us, places, victims, set(places))
         assert bool(places) == bool(result.reservation)
@@ -390,9 +389,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         """``spared`` is the parent of a block that found no room: it was no leaf while that was tried."""
         assert not evicted & self._protected(before), "leased and pinned blocks stay, and so do their ancestors"
         for (namespace_id, _), block in after.items():
-            if (namespace_id, block.parent) in evicted:
-                was = before.get((namespace_id, block.parent))
-                assert (namespace_id, block.parent) in after or was is None, "leaves go first"
+            assert (namespace_id, block.parent) not in evicted - after.keys(), "leaves go first"
         children: dict[Key, list[Key]] = defaultdict(list)
         for key, block in before.items():
             children[key[0], block.parent].append(key)
@@ -539,6 +536,10 @@ class RelaxedDirectoryMachine(DirectoryMachine):
 
 def _slot_bytes(namespace: Namespace) -> int:
     return -(-namespace.block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _is_committed(block: BlockView) -> bool:
+    return block.state > BlockState.IN_FLIGHT
 
 
 def _is_partial(block: BlockView | None) -> bool:

@@ -17,9 +17,7 @@ from kvpool.core.keys import split_hashes
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 256
-AGENTS = agent_workload(
-    AgentSettings(agents=2, conversations=8, turns=6, system_tokens=200, turn_tokens=60, seed=5)
-)
+AGENTS = agent_workload(AgentSettings(agents=2, conversations=8, turns=6, system_tokens=200, turn_tokens=60, seed=5))
 
 
 @dataclass

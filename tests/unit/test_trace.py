@@ -127,9 +127,7 @@ def test_a_plain_file_that_was_cut_off_names_the_cut_line(write):
         read_trace(path)
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[: len(data) // 2], lambda data: data[:20] + b"!" + data[21:]]
-)
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: data[:20] + b"!" + data[21:]])
 def test_damaged_gzip_is_one_error_with_file_line_and_fix(write, damage):
     path = write(*(line(16 * i, list(range(i))) for i in range(1, 200)), packed=True)
     path.write_bytes(damage(path.read_bytes()))

@@ -9,9 +9,7 @@ from kvpool.bench.workload import AgentSettings, Request, Workload, agent_worklo
 from kvpool.core.errors import UsageError
 from kvpool.core.limits import HASH_BYTES
 
-SMALL = AgentSettings(
-    agents=2, conversations=6, turns=4, system_tokens=100, turn_tokens=50, block_tokens=16, seed=3
-)
+SMALL = AgentSettings(agents=2, conversations=6, turns=4, system_tokens=100, turn_tokens=50, block_tokens=16, seed=3)
 
 
 def test_same_seed_gives_the_same_requests_and_another_seed_others():
@@ -28,9 +26,7 @@ def test_every_conversation_has_all_its_turns_in_order_and_each_extends_the_one_
     # Each chain is extended by the next one of its conversation: six remain that none extends.
     open_chains: list[Request] = []
     for request in workload.requests:
-        extended = [
-            c for c in open_chains if len(c.hashes) > 7 and request.hashes[: len(c.hashes)] == c.hashes
-        ]
+        extended = [c for c in open_chains if len(c.hashes) > 7 and request.hashes[: len(c.hashes)] == c.hashes]
         assert len(extended) <= 1
         open_chains = [c for c in open_chains if c not in extended] + [request]
 

@@ -3,7 +3,15 @@
 from kvpool.core.directory.directory import Directory
 from kvpool.core.directory.inventory import AnnouncedBlock
 from kvpool.core.directory.outbox import FreeSlot
-from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, Match, ReserveResult, Share, Want
+from kvpool.core.directory.results import (
+    CommitStatus,
+    DirectoryStats,
+    Location,
+    Match,
+    ReserveResult,
+    Share,
+    Want,
+)
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryConfig
 from kvpool.core.directory.table import BlockState

@@ -65,7 +65,9 @@ class Directory:
         if segment_id in state.segments_by_id:
             raise UsageError(f"segment {segment_id.hex()} is open already; lose it before it joins again")
         if capacity_bytes <= 0:
-            raise UsageError(f"segment {segment_id.hex()} has a capacity of {capacity_bytes} bytes; give at least a page")
+            raise UsageError(
+                f"segment {segment_id.hex()} has a capacity of {capacity_bytes} bytes; give at least a page"
+            )
         if self._segments_opened >= SEGMENTS_MAX:
             raise CapacityError(f"{SEGMENTS_MAX} segments were opened, the limit; restart the metadata service")
         segment = Segment(self._segments_opened, segment_id, node_id, capacity_bytes)
@@ -149,7 +151,12 @@ class Directory:
         return lookup.match(self._state, namespace_id, hashes, lease_s)
 
     def locate(
-        self, namespace_id: bytes, hashes: bytes, first: int = 0, shard: int | None = None, lease_s: float = 0.0
+        self,
+        namespace_id: bytes,
+        hashes: bytes,
+        first: int = 0,
+        shard: int | None = None,
+        lease_s: float = 0.0,
     ) -> Location:
         """Where blocks ``first``… of the chain lie, as far as they are visible; touches and leases as `match` does.
 

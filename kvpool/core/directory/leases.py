@@ -1,8 +1,8 @@
 """How many bytes read leases may hold, so that a queue of waiting requests cannot pin the pool.
 
-A lease sits on the deepest matched block and covers its ancestors, so its charge is the whole chain's bytes. Chains that
-share a prefix are charged for it once each: an upper bound, which is why the cap is enforced only while the pool is
-nearly full; before that a lease keeps nobody out (docs/design/directory.md).
+A lease sits on the deepest matched block and covers its ancestors, so its charge is the whole chain's bytes. Chains
+that share a prefix are charged for it once each: an upper bound, which is why the cap is enforced only while the pool
+is nearly full; before that a lease keeps nobody out (docs/design/directory.md).
 """
 
 from heapq import heappop, heappush

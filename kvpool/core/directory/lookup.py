@@ -13,8 +13,8 @@ from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, BlockState
 from kvpool.core.directory.tombstones import MissReason
 from kvpool.core.errors import InvalidHashError
-from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX
 from kvpool.core.keys import count_hashes
+from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX
 
 LEASE_MARGIN_S = 0.25
 """The grantor holds a lease this much longer than it says, so that it outlasts the holder's own count."""

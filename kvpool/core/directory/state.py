@@ -87,8 +87,7 @@ class DirectoryState:
 
     def hold(self, row: int, until_us: int) -> None:
         """Keep ``row``, and so its ancestors, from eviction until then."""
-        if until_us > self.blocks.held_until_us[row]:
-            self.blocks.held_until_us[row] = until_us
+        self.blocks.held_until_us[row] = max(self.blocks.held_until_us[row], until_us)
 
     def evict(self, row: int) -> None:
         """Remove a leaf that the policy gave up; nobody holds it, so its slots are reusable at once."""
@@ -105,7 +104,7 @@ class DirectoryState:
         self._forget(row, reason)
 
     def drop_placement(self, placement: int, reason: MissReason, *, order: bool) -> None:
-        """One copy of one shard is gone, or must go (``order``); what becomes of its block follows from what is left."""
+        """One copy of one shard is gone, or must go (``order``); what is left decides what becomes of its block."""
         rows, blocks = self.placements.rows, self.blocks
         row, shard = rows.block[placement], rows.shard[placement]
         if order:

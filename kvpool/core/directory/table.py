@@ -94,7 +94,13 @@ class BlockTable:
         self.state.append(BlockState.IN_FLIGHT)
         self.missing_shards.append(shards)
         self.home_segment.append(0)
-        for links in (self.parent, self.first_child, self.next_sibling, self.previous_sibling, self.placement):
+        for links in (
+            self.parent,
+            self.first_child,
+            self.next_sibling,
+            self.previous_sibling,
+            self.placement,
+        ):
             links.append(NIL)
         self.last_use_us.append(now_us)
         self.held_until_us.append(NEVER_US)

@@ -18,7 +18,13 @@ Committed = tuple[bytes, int, int, int, int]
 
 
 def reserve(
-    state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int, parent: bytes, owner: str, ttl_s: float
+    state: DirectoryState,
+    namespace_id: bytes,
+    hashes: bytes,
+    first: int,
+    parent: bytes,
+    owner: str,
+    ttl_s: float,
 ) -> ReserveResult:
     """See `Directory.reserve`."""
     blocks = count_hashes(hashes, MATCH_BLOCKS_MAX)
@@ -67,9 +73,7 @@ def abort(state: DirectoryState, reservation_number: int, hashes: list[bytes] | 
 class _Writer:
     """One `reserve`: walks the slice block by block, placing what is wanted."""
 
-    def __init__(
-        self, state: DirectoryState, entry: NamespaceEntry, index: Index, owner: str, ttl_s: float
-    ) -> None:
+    def __init__(self, state: DirectoryState, entry: NamespaceEntry, index: Index, owner: str, ttl_s: float) -> None:
         self.state = state
         self.entry = entry
         self.index = index
@@ -161,9 +165,7 @@ class _Writer:
         )
 
 
-def _missing_ancestor(
-    state: DirectoryState, index: Index, hashes: bytes, first: int, parent: bytes
-) -> int | None:
+def _missing_ancestor(state: DirectoryState, index: Index, hashes: bytes, first: int, parent: bytes) -> int | None:
     if parent and parent not in index:
         return -1
     if not first:

@@ -49,9 +49,7 @@ class LeafLru:
         blocks, heap = self._blocks, queues.by_use[rank]
         while heap:
             queued_us, row = heap[0] >> _ROW_BITS, heap[0] & _ROW_MASK
-            if blocks.queued_at_us[row] != queued_us or blocks.home_segment[row] != segment:
-                heappop(heap)
-            elif self._rank(row) != rank:
+            if blocks.queued_at_us[row] != queued_us or blocks.home_segment[row] != segment or self._rank(row) != rank:
                 heappop(heap)
             elif (hold_us := blocks.hold_us(row)) > now_us:
                 heappop(heap)

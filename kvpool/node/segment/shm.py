@@ -88,7 +88,9 @@ def _allocate(descriptor: int, path: Path, size_bytes: int) -> None:
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise CapacityError(f"{path.parent} gave no {format_size(size_bytes)}: {error}; choose a smaller --size") from error
+        raise CapacityError(
+            f"{path.parent} gave no {format_size(size_bytes)}: {error}; choose a smaller --size"
+        ) from error
 
 
 def _advise_huge(mapping: mmap.mmap, hugepages: HugePages) -> bool:

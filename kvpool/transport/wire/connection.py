@@ -8,12 +8,21 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from kvpool.core import errors
 from kvpool.core.errors import DeadlineError, KvpoolError, ProtocolError, UnavailableError
 from kvpool.transport.wire.frame import HEADER_BYTES, Header, pack_header, parse_header
-from kvpool.transport.wire.messages import PROTOCOL_VERSION, ErrorReply, Hello, Message, Welcome, decode, encode
+from kvpool.transport.wire.messages import (
+    PROTOCOL_VERSION,
+    ErrorReply,
+    Hello,
+    Message,
+    Welcome,
+    decode,
+    encode,
+)
 
 IOV_MAX = 1024
 """Buffers the kernel takes in one sendmsg or recvmsg."""
@@ -110,10 +119,8 @@ class FramedSocket:
 
     def close(self) -> None:
         """Close now; a thread blocked on the socket wakes with an error."""
-        try:
+        with suppress(OSError):  # not connected any more
             self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # not connected any more
         self.sock.close()
 
     def _send_buffers(self, buffers: Buffers) -> None:
@@ -169,9 +176,7 @@ class Connection:
             raise ProtocolError(f"{reply_type.__name__} of {self.uri} carries a payload of {payload_bytes} bytes")
         return reply
 
-    def begin(
-        self, request: Message, reply_type: type[M], timeout_s: float, payload: Buffers = ()
-    ) -> tuple[M, int]:
+    def begin(self, request: Message, reply_type: type[M], timeout_s: float, payload: Buffers = ()) -> tuple[M, int]:
         """Like `call`, but the caller takes the reply's payload with `take` before it calls again."""
         self._correlation = (self._correlation + 1) & 0xFFFF_FFFF
         self._deadline_s = time.monotonic() + timeout_s

@@ -1,14 +1,15 @@
 """The messages of the framed protocol: closed, typed msgpack arrays without extensions.
 
-Values that come one a block are packed arrays, little-endian, in chain order: hashes 32 bytes each, `slots` and `blocks`
-uint32, `generations` and `checksums` uint64, `shards` and `segments` uint16, statuses uint8. `unpack` checks their length.
+Values that come one a block are packed arrays, little-endian, in chain order: hashes 32 bytes each, `slots` and
+`blocks` uint32, `generations` and `checksums` uint64, `shards` and `segments` uint16, statuses uint8. `unpack` checks
+their lengths.
 """
 
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kvpool.core.errors import ProtocolError
 
@@ -24,7 +25,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     kind: ClassVar[int] = 0
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First on every connection. ``principal`` is who the caller says it is; services that authenticate overrule it."""
 
     kind = 2
@@ -32,7 +33,7 @@ class Hello(Message):
     principal: str
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Answer to Hello: which process this is. ``incarnation`` is random, new at each start."""
 
     kind = 3
@@ -41,7 +42,7 @@ class Welcome(Message):
     incarnation: int
 
 
-class ErrorReply(Message):
+class ErrorReply(Message, frozen=True):
     """The call failed: ``error`` names a class of `kvpool.core.errors`."""
 
     kind = 1
@@ -49,20 +50,20 @@ class ErrorReply(Message):
     message: str
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """Answer of calls that return a count or nothing."""
 
     kind = 5
     count: int
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """Asks for Done(0)."""
 
     kind = 4
 
 
-class MatchRequest(Message):
+class MatchRequest(Message, frozen=True):
     """`Directory.match`."""
 
     kind = 10
@@ -71,7 +72,7 @@ class MatchRequest(Message):
     lease_ms: int
 
 
-class MatchReply(Message):
+class MatchReply(Message, frozen=True):
     """Matched blocks; ``reason`` (a MissReason, or empty) says why the next one is not."""
 
     kind = 11
@@ -79,7 +80,7 @@ class MatchReply(Message):
     reason: str
 
 
-class SegmentInfo(Message):
+class SegmentInfo(Message, frozen=True):
     """A segment of a node; ``number`` is its short name in Location and Grant messages."""
 
     number: int
@@ -88,7 +89,7 @@ class SegmentInfo(Message):
     capacity_bytes: int
 
 
-class NodeInfo(Message):
+class NodeInfo(Message, frozen=True):
     """A node of the pool: state, and the URIs of its data plane, best first."""
 
     node_id: str
@@ -98,14 +99,14 @@ class NodeInfo(Message):
     segments: list[SegmentInfo]
 
 
-class Topology(Message):
+class Topology(Message, frozen=True):
     """All nodes. Sent along when the caller's ``topology`` version is not the current one."""
 
     version: int
     nodes: list[NodeInfo]
 
 
-class LocateRequest(Message):
+class LocateRequest(Message, frozen=True):
     """`Directory.locate`; ``shard`` or ALL_SHARDS."""
 
     kind = 12
@@ -117,7 +118,7 @@ class LocateRequest(Message):
     topology: int
 
 
-class LocateReply(Message):
+class LocateReply(Message, frozen=True):
     """`Location`: arrays with one element a copy; ``blocks`` counts located blocks."""
 
     kind = 13
@@ -132,7 +133,7 @@ class LocateReply(Message):
     topology: Topology | None
 
 
-class ReserveRequest(Message):
+class ReserveRequest(Message, frozen=True):
     """`Directory.reserve`."""
 
     kind = 14
@@ -144,7 +145,7 @@ class ReserveRequest(Message):
     topology: int
 
 
-class SegmentGrant(Message):
+class SegmentGrant(Message, frozen=True):
     """What one rank stores on one segment: indexes into the slice (``blocks``), and the sealed grant."""
 
     segment: int
@@ -153,7 +154,7 @@ class SegmentGrant(Message):
     grant: bytes
 
 
-class ReserveReply(Message):
+class ReserveReply(Message, frozen=True):
     """`ReserveResult`; ``missing_from`` may be NONE_INDEX."""
 
     kind = 15
@@ -164,7 +165,7 @@ class ReserveReply(Message):
     topology: Topology | None
 
 
-class AbortRequest(Message):
+class AbortRequest(Message, frozen=True):
     """`Directory.abort`; no hashes: the whole reservation. Answered by Done."""
 
     kind = 16
@@ -172,7 +173,7 @@ class AbortRequest(Message):
     hashes: bytes
 
 
-class ReportBadRequest(Message):
+class ReportBadRequest(Message, frozen=True):
     """`Directory.report_bad`. Answered by Done."""
 
     kind = 18
@@ -183,7 +184,7 @@ class ReportBadRequest(Message):
     generation: int
 
 
-class CommitRequest(Message):
+class CommitRequest(Message, frozen=True):
     """`Directory.commit`, from the node of ``session``. Answered by Statuses of CommitStatus."""
 
     kind = 20
@@ -197,7 +198,7 @@ class CommitRequest(Message):
     checksums: bytes
 
 
-class GoneRequest(Message):
+class GoneRequest(Message, frozen=True):
     """Slots a node no longer has. Answered by Done."""
 
     kind = 22
@@ -209,14 +210,14 @@ class GoneRequest(Message):
     generations: bytes
 
 
-class Statuses(Message):
+class Statuses(Message, frozen=True):
     """One uint8 status a block."""
 
     kind = 21
     statuses: bytes
 
 
-class PrepareRequest(Message):
+class PrepareRequest(Message, frozen=True):
     """Open slots for blocks ``first`` to ``first + count`` of a sealed grant, freeing its victims first.
 
     The slots belong to this connection; a writer with several prepares a part of the grant on each.
@@ -228,7 +229,7 @@ class PrepareRequest(Message):
     count: int
 
 
-class PrepareReply(Message):
+class PrepareReply(Message, frozen=True):
     """A slot and generation for each shard; NO_SLOT where there is no room."""
 
     kind = 31
@@ -236,7 +237,7 @@ class PrepareReply(Message):
     generations: bytes
 
 
-class WriteRequest(Message):
+class WriteRequest(Message, frozen=True):
     """Bytes for prepared slots, ``block_bytes`` each, in the payload. Answered by Statuses of WriteStatus.
 
     The node checks every checksum over the slot before it commits it.
@@ -250,7 +251,7 @@ class WriteRequest(Message):
     checksums: bytes
 
 
-class SealRequest(Message):
+class SealRequest(Message, frozen=True):
     """The writer has written these mapped slots itself: commit them. Answered by Statuses of WriteStatus."""
 
     kind = 34
@@ -261,7 +262,7 @@ class SealRequest(Message):
     checksums: bytes
 
 
-class DiscardRequest(Message):
+class DiscardRequest(Message, frozen=True):
     """Give prepared slots back. Answered by Done."""
 
     kind = 36
@@ -270,7 +271,7 @@ class DiscardRequest(Message):
     generations: bytes
 
 
-class ReadRequest(Message):
+class ReadRequest(Message, frozen=True):
     """Send the bytes of committed slots, ``block_bytes`` each."""
 
     kind = 38
@@ -280,30 +281,28 @@ class ReadRequest(Message):
     block_bytes: int
 
 
-class ReadReply(Message):
+class ReadReply(Message, frozen=True):
     """``present``: uint8 a slot; the payload holds the present ones, in order."""
 
     kind = 39
     present: bytes
 
 
-class AttachRequest(Message):
+class AttachRequest(Message, frozen=True):
     """Ask for the segment's file descriptors (Unix sockets only)."""
 
     kind = 40
     segment_id: bytes
 
 
-class AttachReply(Message):
+class AttachReply(Message, frozen=True):
     """Size of the payload file; its read-only and read-write descriptors follow as ancillary data of one byte."""
 
     kind = 41
     size_bytes: int
 
 
-KINDS: dict[int, type[Message]] = {
-    cls.kind: cls for cls in Message.__subclasses__() if cls.kind
-}
+KINDS: dict[int, type[Message]] = {cls.kind: cls for cls in Message.__subclasses__() if cls.kind}
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
 
@@ -328,7 +327,7 @@ def decode(kind: int, body: bytes | bytearray | memoryview) -> Message:
         raise ProtocolError(f"{KINDS[kind].__name__} cannot be read: {error}") from error
 
 
-def pack(values: Any, dtype: str) -> bytes:
+def pack(values: ArrayLike, dtype: str) -> bytes:
     """A packed array of ``values``."""
     return np.asarray(values, dtype).tobytes()
 

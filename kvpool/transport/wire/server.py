@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -98,9 +99,7 @@ class FramedServer:
         connections_max: Further connections are closed at once and counted.
     """
 
-    def __init__(
-        self, identity: Identity, open_session: Callable[[int, bool], Session], connections_max: int
-    ) -> None:
+    def __init__(self, identity: Identity, open_session: Callable[[int, bool], Session], connections_max: int) -> None:
         self._identity = identity
         self._open_session = open_session
         self._connections_max = connections_max
@@ -156,10 +155,8 @@ class FramedServer:
             self._stopping = True
             connections = list(self._connections.values())
         for listener in self._listeners:
-            try:
+            with suppress(OSError):  # never listened
                 listener.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # never listened
             listener.close()
         for framed in connections:
             framed.close()
@@ -290,4 +287,3 @@ def _remove_dead_socket(path: Path) -> None:
             raise CapacityError(f"cannot use {path} as a socket: {error}; choose another path") from error
         else:
             raise CapacityError(f"another server listens on {path}; stop it or choose another path")
-
