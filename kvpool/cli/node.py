@@ -22,6 +22,8 @@ from kvpool.ops.settings import Settings
     "node.unix_socket",
     "node.insecure",
     "node.connections_max",
+    "node.keep_segment",
+    "node.join_timeout_s",
     "node.drain_timeout_s",
 )
 def node(settings: Settings, output: Format) -> None:

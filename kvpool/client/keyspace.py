@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 Reply = TypeVar("Reply", bound=Message)
 
-DEFAULT_LEASE_S = 5.0
-
 
 class Keyspace:
     """The blocks of one namespace. Thread-safe; made by `Client.namespace`.
@@ -51,11 +49,14 @@ class Keyspace:
         self.namespace = namespace
         self.client = client
 
-    def match(self, hashes: HashesLike, *, lease_s: float = 0.0, timeout_s: float | None = None) -> Match:
+    def match(
+        self, hashes: HashesLike, *, first: int = 0, lease_s: float = 0.0, timeout_s: float | None = None
+    ) -> Match:
         """How many leading blocks of the chain the pool holds.
 
         Args:
             hashes: The chain.
+            first: The first block that will be loaded, e.g. after those cached locally.
             lease_s: Ask that they stay for so long, e.g. until they are loaded; 0 asks for nothing.
             timeout_s: Deadline; by default the client's.
 
@@ -69,7 +70,7 @@ class Keyspace:
         lease_ms = _lease_ms(lease_s)
         deadline = self.client.deadline(timeout_s)
         try:
-            reply = self.call(MatchRequest(self.namespace.id, packed, lease_ms), MatchReply, deadline)
+            reply = self.call(MatchRequest(self.namespace.id, packed, first, lease_ms), MatchReply, deadline)
         except UsageError:
             raise
         except KvpoolError as error:
@@ -84,7 +85,7 @@ class Keyspace:
         *,
         first: int = 0,
         shard: int = 0,
-        lease_s: float = DEFAULT_LEASE_S,
+        lease_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> LoadResult:
         """Load blocks ``first``… into ``buffers``, verifying every byte in its destination.
@@ -94,7 +95,8 @@ class Keyspace:
             buffers: A writable buffer, or a list of pieces, for each block.
             first: Index of the first of them.
             shard: Which rank's bytes.
-            lease_s: How long the blocks must stay while they are loaded.
+            lease_s: Ask that the blocks stay for so long. Without, they are the pool's most recently used ones, which
+                is enough unless it turns over faster than one load takes.
             timeout_s: Deadline; by default the client's.
 
         Raises:

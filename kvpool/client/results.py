@@ -1,6 +1,6 @@
 """What the client library answers: frozen records. Misses, time-outs and partial transfers are values here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -31,7 +31,7 @@ class LoadResult:
     """
 
     loaded: int
-    reasons: tuple[MissReason | None, ...]
+    reasons: tuple[MissReason | None, ...] = field(repr=False)
     size_bytes: int
 
 

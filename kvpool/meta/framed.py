@@ -61,7 +61,7 @@ class MetaSession:
         """See `Session.closed`; reservations outlive a connection until their deadline."""
 
     def _match(self, request: MatchRequest) -> Message:
-        matched = self._service.match(request.namespace, request.hashes, _seconds(request.lease_ms))
+        matched = self._service.match(request.namespace, request.hashes, request.first, _seconds(request.lease_ms))
         return MatchReply(matched.blocks, matched.reason or "")
 
     def _locate(self, request: LocateRequest) -> Message:

@@ -90,10 +90,10 @@ class MetaService:
         with self._lock:
             return self._directory.namespace(_checked_id(namespace_id))
 
-    def match(self, namespace_id: bytes, hashes: bytes, lease_s: float) -> Match:
+    def match(self, namespace_id: bytes, hashes: bytes, first: int, lease_s: float) -> Match:
         """See `Directory.match`."""
         with self._lock:
-            return self._directory.match(_checked_id(namespace_id), hashes, self._lease_s(lease_s))
+            return self._directory.match(_checked_id(namespace_id), hashes, first, self._lease_s(lease_s))
 
     def locate(self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None, lease_s: float) -> Location:
         """See `Directory.locate`."""

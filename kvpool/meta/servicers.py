@@ -47,7 +47,7 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
         return directory_pb2.DescribeNamespaceResponse(document=namespace.document)
 
     def Match(self, request: directory_pb2.MatchRequest, context: grpc.ServicerContext) -> directory_pb2.MatchResponse:
-        matched = self._service.match(request.namespace, request.hashes, request.lease_ms / 1000)
+        matched = self._service.match(request.namespace, request.hashes, request.first, request.lease_ms / 1000)
         return directory_pb2.MatchResponse(blocks=matched.blocks, reason=matched.reason or "")
 
     def Locate(

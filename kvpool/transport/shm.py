@@ -18,6 +18,7 @@ from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch, 
 from kvpool.transport.copying import Bytes, gather, scatter
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
+from kvpool.transport.populate import Populator
 from kvpool.transport.wire.connection import Connection
 from kvpool.transport.wire.messages import (
     AttachReply,
@@ -40,28 +41,26 @@ class _Mapping:
         self._lock = threading.Lock()
         self._writable: Bytes | None = None
         try:
-            # Page tables are filled now, not by a fault at each page of the first reads.
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self.readable: Bytes = np.frombuffer(
-                mmap.mmap(read_descriptor, size_bytes, flags=flags, prot=mmap.PROT_READ), np.uint8
-            )
+            self.readable: Bytes = np.frombuffer(mmap.mmap(read_descriptor, size_bytes, prot=mmap.PROT_READ), np.uint8)
         except (OSError, ValueError) as error:
             os.close(write_descriptor)
             raise UnavailableError(f"the segment of {size_bytes} bytes cannot be mapped: {error}") from error
         finally:
             os.close(read_descriptor)
+        self._populators = [Populator(self.readable, writable=False)]
 
     def writable(self) -> Bytes:
         """The segment, to write prepared slots only."""
         with self._lock:
             if self._writable is None:
-                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-                mapped = mmap.mmap(self._write_descriptor, self.size_bytes, flags=flags)
-                self._writable = np.frombuffer(mapped, np.uint8)
+                self._writable = np.frombuffer(mmap.mmap(self._write_descriptor, self.size_bytes), np.uint8)
+                self._populators.append(Populator(self._writable, writable=True))
             return self._writable
 
     def close(self) -> None:
         """Drop the mappings; memory goes when the last view of a running copy does."""
+        for populator in self._populators:
+            populator.stop()
         os.close(self._write_descriptor)
         self._writable = None
 

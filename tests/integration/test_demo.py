@@ -76,6 +76,19 @@ def test_built_in_agents_reach_the_ideal_hit_rate_with_every_byte_right(place, t
     place.assert_clean()
 
 
+def test_a_pool_too_small_for_the_workload_evicts_and_still_delivers_right_bytes(place):
+    result = run(place, *SMALL, "--node-size", "1MiB")
+
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["mismatches"] == 0
+    assert report["unique_blocks"] > sum(node["blocks"] for node in report["nodes"]) > 0
+    assert all(node["used_bytes"] <= node["capacity_bytes"] for node in report["nodes"])
+    assert report["totals"]["pool_tokens"] > 0
+    assert report["pool_hit_rate"] < report["ideal_hit_rate"]
+    place.assert_clean()
+
+
 def test_a_trace_is_replayed_with_its_own_block_size(place, tmp_path):
     trace = tmp_path / "trace.jsonl"
     prompts = [list(range(20)), list(range(30)), [*range(20), 90, 91], list(range(40))]

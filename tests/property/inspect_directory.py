@@ -1,6 +1,8 @@
 """Reads a directory's tables for the oracles of the property tests: the only tests that know how it keeps them."""
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from kvpool.core.directory import BlockState, Directory
 
@@ -21,16 +23,24 @@ class BlockView:
     is_leaf: bool
 
     @property
-    def age_key(self) -> tuple[int, int]:
-        """Order of eviction: dormant before visible, then by last use."""
-        return (int(self.state == BlockState.VISIBLE), self.last_use_us)
+    def rank(self) -> int:
+        """Dormant blocks go before visible ones."""
+        return int(self.state == BlockState.VISIBLE)
 
-    def is_evictable(self, now_us: int) -> bool:
-        """Whether it is a leaf that is committed and not held."""
-        return self.is_leaf and self.state > BlockState.IN_FLIGHT and self.held_until_us <= now_us
+    @property
+    def is_committed(self) -> bool:
+        return self.state > BlockState.IN_FLIGHT
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a shard of it was lost, or has not been announced yet."""
+        return self.state == BlockState.DORMANT and self.missing_shards > 0
 
 
-def inspect(directory: Directory) -> dict[Key, BlockView]:
+Views = dict[Key, BlockView]
+
+
+def inspect(directory: Directory) -> Views:
     """All entries of ``directory``."""
     state = directory._state
     return {
@@ -38,6 +48,59 @@ def inspect(directory: Directory) -> dict[Key, BlockView]:
         for namespace, index in zip(directory.namespaces(), state.chains.indexes, strict=True)
         for block_hash, row in index.items()
     }
+
+
+@dataclass
+class Evictions:
+    """What one reserve evicted, held against the rules of eviction.
+
+    Attributes:
+        before: The directory when it began.
+        after: The directory when it ended.
+        rewritten: Blocks that had lost a shard and were to be written anew; they went for that reason.
+        spared: The parent of a block that found no room: it was no leaf while that was tried.
+        may_go: Whether a leaf could have been evicted.
+    """
+
+    before: Views
+    after: Views
+    rewritten: set[Key]
+    spared: Key | None
+    may_go: Callable[[BlockView], bool]
+    evicted: set[Key] = field(init=False)
+
+    def __post_init__(self) -> None:
+        stayed = {key for key, block in self.after.items() if block.is_committed}
+        committed = {key for key, block in self.before.items() if block.is_committed}
+        self.evicted = committed - stayed - self.rewritten
+        self._children = defaultdict(list)
+        for key, block in self.before.items():
+            self._children[key[0], block.parent].append(key)
+
+    def check_leaves_went_first(self) -> None:
+        """No block, in flight or not, lost its parent."""
+        gone = self.evicted - self.after.keys()
+        assert not any((namespace, block.parent) in gone for (namespace, _), block in self.after.items())
+
+    def check_oldest_went_first(self, now_us: int, age_slack: float) -> None:
+        """No evicted block was hotter than a leaf that stayed.
+
+        A leaf that became one meanwhile carries the last use of what was evicted below it, and one of those was a
+        candidate all the time: so comparing with the leaves of the end is exact.
+        """
+        stayed = [b for key, b in self.after.items() if key in self.before and key != self.spared and self.may_go(b)]
+        for key in self.evicted:
+            rank, last_use_us = self.before[key].rank, self._last_use_us(key)
+            for block in stayed:
+                assert rank <= block.rank, "dormant blocks go first"
+                if rank == block.rank:
+                    slack_us = age_slack * max(0, now_us - block.last_use_us)
+                    assert last_use_us <= block.last_use_us + slack_us, "the oldest leaf of the pool goes first"
+
+    def _last_use_us(self, key: Key) -> int:
+        """At its eviction, when what was below it had gone before."""
+        below = [self._last_use_us(child) for child in self._children[key] if child in self.evicted]
+        return max([self.before[key].last_use_us, *below])
 
 
 def _view(directory: Directory, row: int) -> BlockView:

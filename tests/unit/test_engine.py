@@ -42,11 +42,11 @@ class DictPool:
     lock: threading.Lock = field(default_factory=threading.Lock)
     most_blocks: int = 0
 
-    def match(self, hashes: bytes, lease_s: float) -> Answer:
+    def match(self, hashes: bytes, *, lease_s: float) -> Answer:
         with self.lock:
             return Answer(blocks=self._leading(split_hashes(hashes)))
 
-    def load(self, hashes: bytes, buffers, first: int) -> Answer:
+    def load(self, hashes: bytes, buffers, *, first: int, lease_s: float) -> Answer:
         with self.lock:
             self.most_blocks = max(self.most_blocks, len(buffers))
             end = min(self._leading(split_hashes(hashes)), first + len(buffers), first + self.deliver_max)
@@ -56,7 +56,7 @@ class DictPool:
                     piece[:], payload = payload[: len(piece)], payload[len(piece) :]
             return Answer(loaded=max(0, end - first))
 
-    def store(self, hashes: bytes, buffers, first: int) -> Answer:
+    def store(self, hashes: bytes, buffers, *, first: int) -> Answer:
         with self.lock:
             self.most_blocks = max(self.most_blocks, len(buffers))
             chain = split_hashes(hashes)
@@ -304,7 +304,7 @@ def test_a_waiting_request_goes_on_only_when_its_turn_comes():
 
 def test_an_engine_s_error_ends_the_run_and_is_raised():
     class BrokenPool(DictPool):
-        def match(self, hashes: bytes, lease_s: float) -> Answer:
+        def match(self, hashes: bytes, *, lease_s: float) -> Answer:
             raise UnavailableError("the pool went away")
 
     engines = [engine(BrokenPool(), 100), engine(DictPool(), 100), engine(DictPool(), 100)]

@@ -135,12 +135,13 @@ class Directory:
 
     # Readers
 
-    def match(self, namespace_id: bytes, hashes: bytes, lease_s: float = 0.0) -> Match:
+    def match(self, namespace_id: bytes, hashes: bytes, first: int = 0, lease_s: float = 0.0) -> Match:
         """Length of the longest visible prefix of the chain; O(log n) look-ups, O(1) lease and touch.
 
         Args:
             namespace_id: Its namespace.
             hashes: The chain from its root, packed.
+            first: The first block the caller has a use for; a lease is charged from there on.
             lease_s: Seconds for which the matched blocks will not be evicted; 0 for none. Past the lease cap the
                 match is shortened.
 
@@ -148,7 +149,7 @@ class Directory:
             InvalidHashError: No hashes, too many, or a wrong length.
             UnknownNamespaceError: The namespace is not open.
         """
-        return lookup.match(self._state, namespace_id, hashes, lease_s)
+        return lookup.match(self._state, namespace_id, hashes, first, lease_s)
 
     def locate(
         self,

@@ -1,8 +1,8 @@
 """How many bytes read leases may hold, so that a queue of waiting requests cannot pin the pool.
 
-A lease sits on the deepest matched block and covers its ancestors, so its charge is the whole chain's bytes. Chains
-that share a prefix are charged for it once each: an upper bound, which is why the cap is enforced only while the pool
-is nearly full; before that a lease keeps nobody out (docs/design/directory.md).
+A lease sits on the deepest matched block and covers its ancestors; it is charged for the blocks that its holder said it
+has a use for. Leases that share blocks are charged for them once each: an upper bound, which is why the cap is enforced
+only while the pool is nearly full; before that a lease keeps nobody out (docs/design/directory.md).
 """
 
 from heapq import heappop, heappush
@@ -30,13 +30,13 @@ class LeaseLedger:
         """Bytes already charged for a live lease on ``row``."""
         return self._charges.get(row, (0, 0))[1]
 
-    def grant(self, row: int, chain_bytes: int, until_us: int) -> None:
+    def grant(self, row: int, size_bytes: int, until_us: int) -> None:
         """Lease the chain that ends in ``row``; a longer lease on the same block replaces a shorter one."""
         old_until_us, old_bytes = self._charges.get(row, (0, 0))
         if until_us <= old_until_us:
             return
-        self.held_bytes += chain_bytes - old_bytes
-        self._charges[row] = (until_us, chain_bytes)
+        self.held_bytes += size_bytes - old_bytes
+        self._charges[row] = (until_us, size_bytes)
         heappush(self._expiry, (until_us, row))
 
     def drop(self, row: int) -> None:

@@ -20,16 +20,16 @@ LEASE_MARGIN_S = 0.25
 """The grantor holds a lease this much longer than it says, so that it outlasts the holder's own count."""
 
 
-def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, lease_s: float) -> Match:
+def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int, lease_s: float) -> Match:
     """See `Directory.match`."""
-    blocks = count_hashes(hashes, MATCH_BLOCKS_MAX)
+    blocks = _check_first(hashes, first)
     entry = state.entry(namespace_id)
     index = state.chains.indexes[entry.number]
     matched = visible_prefix(state, index, hashes, blocks)
     state.counts["lookups"] += 1
     state.counts["blocks_asked"] += blocks
     if matched:
-        matched = _use(state, entry, index, hashes, matched, lease_s)
+        matched = _use(state, entry, index, hashes, first, matched, lease_s)
     state.counts["blocks_matched"] += matched
     return Match(matched, None if matched == blocks else explain(state, entry, _hash_at(hashes, matched)))
 
@@ -38,14 +38,12 @@ def locate(
     state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int, shard: int | None, lease_s: float
 ) -> Location:
     """See `Directory.locate`."""
-    blocks = count_hashes(hashes, MATCH_BLOCKS_MAX)
-    if not 0 <= first < blocks:
-        raise InvalidHashError(f"first is {first}; it must be an index into the {blocks} hashes")
+    blocks = _check_first(hashes, first)
     entry = state.entry(namespace_id)
     index = state.chains.indexes[entry.number]
     matched = visible_prefix(state, index, hashes, blocks)
     if matched:
-        matched = _use(state, entry, index, hashes, matched, lease_s)
+        matched = _use(state, entry, index, hashes, first, matched, lease_s)
     reason = None if matched == blocks else explain(state, entry, _hash_at(hashes, matched))
     return _gather(state, index, hashes, first, max(matched, first), shard, reason)
 
@@ -90,26 +88,33 @@ def explain(state: DirectoryState, entry: NamespaceEntry, block_hash: bytes) -> 
     return MissReason.PARENT_MISSING
 
 
+def _check_first(hashes: bytes, first: int) -> int:
+    blocks = count_hashes(hashes, MATCH_BLOCKS_MAX)
+    if not 0 <= first < blocks:
+        raise InvalidHashError(f"first is {first}; it must be an index into the {blocks} hashes")
+    return blocks
+
+
 def _use(
-    state: DirectoryState, entry: NamespaceEntry, index: Index, hashes: bytes, matched: int, lease_s: float
+    state: DirectoryState, entry: NamespaceEntry, index: Index, hashes: bytes, first: int, matched: int, lease_s: float
 ) -> int:
     """Touch and lease the deepest matched block; fewer blocks when the lease cap allows no more."""
     now_us = state.now_us()
     if lease_s > 0:
-        matched = _within_cap(state, entry, index, hashes, matched, now_us)
+        matched = _within_cap(state, entry, index, hashes, first, matched, now_us)
         if not matched:
             return 0
     row = index[_hash_at(hashes, matched - 1)]
     state.blocks.last_use_us[row] = now_us
-    if lease_s > 0:
+    if lease_s > 0 and matched > first:
         until_us = now_us + microseconds(lease_s + LEASE_MARGIN_S)
         state.hold(row, until_us)
-        state.leases.grant(row, matched * _chain_step(entry), until_us)
+        state.leases.grant(row, (matched - first) * _block_bytes(entry), until_us)
     return matched
 
 
 def _within_cap(
-    state: DirectoryState, entry: NamespaceEntry, index: Index, hashes: bytes, matched: int, now_us: int
+    state: DirectoryState, entry: NamespaceEntry, index: Index, hashes: bytes, first: int, matched: int, now_us: int
 ) -> int:
     capacity_bytes = state.placements.capacity_bytes
     if state.placements.used_bytes <= state.config.pressure * capacity_bytes:
@@ -117,13 +122,13 @@ def _within_cap(
     state.leases.expire(now_us)
     row = index[_hash_at(hashes, matched - 1)]
     spare_bytes = int(state.config.lease_cap * capacity_bytes) - state.leases.held_bytes + state.leases.charge(row)
-    allowed = min(matched, max(0, spare_bytes // _chain_step(entry)))
+    allowed = min(matched, first + max(0, spare_bytes // _block_bytes(entry)))
     if allowed < matched:
         state.counts["matches_shortened"] += 1
     return allowed
 
 
-def _chain_step(entry: NamespaceEntry) -> int:
+def _block_bytes(entry: NamespaceEntry) -> int:
     return entry.slot_bytes * entry.namespace.shards
 
 

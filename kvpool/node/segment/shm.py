@@ -17,6 +17,7 @@ from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.units import format_size
 from kvpool.ops.logging import get_logger
 from kvpool.transport.copying import Bytes
+from kvpool.transport.populate import Populator
 
 HUGE_PAGES_STATE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -56,6 +57,7 @@ class ShmSegment:
             os.close(self._write_descriptor)
             raise
         self.payload: Bytes = np.frombuffer(self._mapping, np.uint8)
+        self._populator = Populator(self.payload, writable=True)
 
     def descriptors(self) -> tuple[int, int]:
         """See `Segment.descriptors`."""
@@ -63,6 +65,7 @@ class ShmSegment:
 
     def close(self) -> None:
         """See `Segment.close`."""
+        self._populator.stop()
         os.close(self._read_descriptor)
         os.close(self._write_descriptor)
         self.payload = np.empty(0, np.uint8)

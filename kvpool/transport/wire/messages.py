@@ -69,6 +69,7 @@ class MatchRequest(Message, frozen=True):
     kind = 10
     namespace: bytes
     hashes: bytes
+    first: int
     lease_ms: int
 
 

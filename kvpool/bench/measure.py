@@ -1,0 +1,204 @@
+"""What every benchmark measures with: a pool in processes of its own, rounds in turns, medians, CPU seconds.
+
+What is compared is measured in the same run, in turns: machines change speed, loopback TCP even has two speeds, and
+only neighbours in time are alike. So a ratio is the median of the ratios of neighbours, not a ratio of medians.
+"""
+
+import contextlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpool.bench.process import RoleProcess
+from kvpool.core.errors import UnavailableError, UsageError
+from kvpool.ops.settings import load_settings
+
+GB = 1e9
+
+CHILD_STOP_S = 5.0
+"""How long a helper process gets to end after it was asked to."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolProcesses:
+    """A running pool.
+
+    Attributes:
+        uri: Where it is reached.
+        framed: ``tcp://`` address of the metadata service's framed protocol.
+        unix: ``unix://`` address of the same.
+        pids: Its processes.
+    """
+
+    uri: str
+    framed: str
+    unix: str
+    pids: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def pool_processes(node_bytes: int | None, *, meta_unix: bool = False, **meta: object) -> Iterator[PoolProcesses]:
+    """A metadata service and, unless ``node_bytes`` is None, a store node; nothing of them is left behind.
+
+    Args:
+        node_bytes: Memory of the node.
+        meta_unix: Whether the service offers its Unix socket, which clients on this host then prefer.
+        meta: Further settings of the service.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-")))
+        options = {"grpc_port": 0, "framed_port": 0, **({"unix_socket": folder / "meta.sock"} if meta_unix else {})}
+        service = stack.enter_context(RoleProcess("meta", _flags({**options, **meta}), folder / "meta.log"))
+        ready = service.ready()
+        pids = [service.pid]
+        if node_bytes is not None:
+            options = {
+                "node_id": "bench",
+                "meta": ready["uri"],
+                "size": node_bytes,
+                "segment_dir": stack.enter_context(segment_folder()),
+                "unix_socket": folder / "node.sock",
+                "data_port": 0,
+                "grpc_port": 0,
+            }
+            node = stack.enter_context(RoleProcess("node", _flags(options), folder / "node.log"))
+            node.ready()
+            pids.append(node.pid)
+        yield PoolProcesses(ready["uri"], ready["framed"], f"unix://{ready.get('unix', '')}", tuple(pids))
+
+
+@contextlib.contextmanager
+def segment_folder() -> Iterator[Path]:
+    """A folder for a node's segment, removed with it, even when the node was killed."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-bench-", dir=load_settings().node.segment_dir) as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def child(function: Callable[..., None], *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Run a module's ``function`` in a fresh interpreter: what it `say`s comes from stdout, a line each.
+
+    ``arguments`` are literals: text, bytes, numbers. The child should end when its stdin does.
+    """
+    code = f"import {function.__module__} as module; module.{function.__name__}(*{arguments!r})"
+    process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(CHILD_STOP_S)
+        process.kill()
+        process.communicate()
+
+
+def say(text: object) -> None:
+    """In a child: one line to the parent."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def heard(process: "subprocess.Popen[str]") -> str:
+    """In the parent: the child's next line; raises UnavailableError when it ended instead."""
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    if not line:
+        raise UnavailableError(f"helper process {process.pid} ended early; its error is above")
+    return line
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Times of rounds that moved the same bytes: element i of both was measured one after the other."""
+
+    ours_s: list[float]
+    limit_s: list[float]
+    cpu_s: float
+    """CPU time of all our rounds together."""
+
+    @property
+    def ratio(self) -> float:
+        """How fast ours is, the limit being 1."""
+        return statistics.median(limit / ours for ours, limit in zip(self.ours_s, self.limit_s, strict=True))
+
+
+def compare(
+    ours: Callable[[], object],
+    limit: Callable[[], object],
+    rounds: int,
+    pids: Sequence[int],
+    prepare: Callable[[], object] = lambda: None,
+) -> Compared:
+    """Run ours, limit, ours, limit, ...; a first pair of rounds warms up and does not count.
+
+    Args:
+        ours: One round of what is measured.
+        limit: The same work by the simplest means there are.
+        rounds: Rounds of each that count.
+        pids: Processes that work in our rounds.
+        prepare: Called before each of our rounds, outside the measured time.
+    """
+    compared = Compared([], [], 0.0)
+    used_s = 0.0
+    for i in range(rounds + 1):
+        prepare()
+        before_s = cpu_s(pids)
+        ours_s = elapsed_s(ours)
+        round_cpu_s = cpu_s(pids) - before_s
+        limit_s = elapsed_s(limit)
+        if i:
+            compared.ours_s.append(ours_s)
+            compared.limit_s.append(limit_s)
+            used_s += round_cpu_s
+    return Compared(compared.ours_s, compared.limit_s, used_s)
+
+
+def elapsed_s(work: Callable[[], object]) -> float:
+    """Seconds that ``work`` takes."""
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """CPU seconds that processes have used, all their threads together, ended ones included.
+
+    Linux gives every process a clock whose id is made of its pid (clock_getcpuclockid(3)); /proc counts in 10 ms.
+    """
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value that ``percent`` of the values do not exceed."""
+    return float(np.percentile(values, percent))
+
+
+def rounded(value: float) -> float:
+    """Four significant digits: more would be noise."""
+    return float(f"{value:.4g}")
+
+
+def at_least(name: str, value: int, least: int = 1) -> int:
+    """``value``, if it is large enough; raises UsageError."""
+    if value < least:
+        raise UsageError(f"{name} is {value}; it must be {least} or more")
+    return value
+
+
+def _flags(options: dict[str, Any]) -> dict[str, object]:
+    return {name.replace("_", "-"): value for name, value in options.items()}
+

@@ -1,0 +1,269 @@
+"""Transfers: how fast blocks move between a client's buffers and a pool, checksums on, next to the raw limit.
+
+Client, node and metadata service are processes of their own (but for `inproc`). The working set is larger than the
+caches. A call moves one chain, first block to last; its buffers lie in random order, as the pages of an engine do.
+"""
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+import kvpool
+from kvpool.bench.limits import Batch, Block, CopyLimit, Limit, Op, shared_blocks, socket_limit
+from kvpool.bench.measure import GB, at_least, compare, percentile, pool_processes, rounded, segment_folder
+from kvpool.core.errors import KvpoolError, UsageError
+from kvpool.core.limits import HASH_BYTES, RESERVE_BLOCKS_MAX
+from kvpool.embedded import EmbeddedPool
+from kvpool.ops.settings import MetaSettings, NodeSettings
+from kvpool.transport.tcp import STREAM_BYTES_MIN
+
+TRANSPORTS = ("shm", "unix", "tcp", "inproc")
+OPS = tuple(op.name.lower() for op in Op)
+BLOCK_BYTES = (64 << 10, 1 << 20, 2 << 20)
+
+TARGETS = {("shm", "get"): 0.8, ("shm", "put"): 0.7, ("tcp", "get"): 0.9, ("tcp", "put"): 0.9}
+"""Least ratio to the limit that the design asks for."""
+
+WORKING_BYTES = 512 << 20
+SINGLE_SAMPLES = 256
+SINGLE_BYTES = 64 << 20
+"""Blocks loaded one at a time come to this much at least, so that no cache holds them."""
+
+GET_HEADROOM = 1.3
+"""A pool that is nearly full grants leases on half of it only: room enough that it is not."""
+
+TIMEOUT_S = 60.0
+
+
+class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    Attributes:
+        transport: One of `TRANSPORTS`.
+        op: ``get`` or ``put``.
+        block_bytes: Bytes of a block.
+        blocks: Blocks of the working set; by default `WORKING_BYTES` of them.
+        batch_bytes: Bytes that one call moves.
+        rounds: Times that the working set is moved.
+        threads: Threads that call.
+        streams: Connections that one call may use, where the transport has connections.
+        node_bytes: Memory of the node. By default all fits for gets, and puts find a full pool and always evict.
+    """
+
+    transport: str = "shm"
+    op: str = "get"
+    block_bytes: int = 1 << 20
+    blocks: int | None = None
+    batch_bytes: int = 64 << 20
+    rounds: int = 5
+    threads: int = 1
+    streams: int = 2
+    node_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("transport", self.transport, TRANSPORTS)
+        _one_of("op", self.op, OPS)
+        for name in ("block_bytes", "batch_bytes", "rounds", "threads", "streams"):
+            at_least(name, getattr(self, name))
+        if self.blocks is not None:
+            at_least("blocks", self.blocks)
+
+    @property
+    def count(self) -> int:
+        """Blocks of the working set."""
+        return self.blocks or max(1, WORKING_BYTES // self.block_bytes)
+
+    @property
+    def batch_blocks(self) -> int:
+        """Blocks that one call moves."""
+        return min(self.count, RESERVE_BLOCKS_MAX, max(1, self.batch_bytes // self.block_bytes))
+
+    @property
+    def streams_used(self) -> int:
+        """Connections that a call does use, by the transport's own rule."""
+        if self.transport not in {"tcp", "unix"}:
+            return 1
+        return max(1, min(self.streams, self.batch_blocks, self.batch_blocks * self.block_bytes // STREAM_BYTES_MIN))
+
+    @property
+    def singles(self) -> int:
+        """Blocks that are moved one at a time."""
+        return min(self.count, max(SINGLE_SAMPLES, SINGLE_BYTES // self.block_bytes))
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory of the node, worked out."""
+        if self.node_bytes is not None:
+            return self.node_bytes
+        page_bytes = -(-self.block_bytes // 4096) * 4096
+        if self.op == "put":
+            return page_bytes * max(self.count, 2 * self.threads * self.batch_blocks)
+        return int(page_bytes * (self.count + self.singles) * GET_HEADROOM)
+
+
+class TransferRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="transfer"):
+    """One measurement.
+
+    Attributes:
+        gbps: 10^9 bytes a second, checked; of the median round.
+        limit_gbps: The same of the raw limit.
+        ratio: Median over the rounds of ours to the limit's next to it.
+        cpu_s_per_gb: CPU seconds of client, node and metadata service together.
+        p50_us_single: One call for one block, from its hash to verified (or committed) bytes.
+        streams: Connections that a call used; the limit's too.
+    """
+
+    transport: str
+    op: str
+    block_bytes: int
+    blocks: int
+    gbps: float
+    limit_gbps: float
+    ratio: float
+    cpu_s_per_gb: float
+    p50_us_single: float
+    threads: int
+    streams: int
+    rounds: int
+
+
+def measure_transfer(settings: TransferSettings) -> TransferRow:
+    """Start a pool, move the working set in turns with the limit, and stop it.
+
+    Raises:
+        KvpoolError: The pool did not start, or did not move every block.
+    """
+    with contextlib.ExitStack() as stack:
+        uri, pids = stack.enter_context(_pool(settings))
+        client = stack.enter_context(
+            kvpool.connect(uri, transports=(settings.transport,), timeout_s=TIMEOUT_S, streams=settings.streams)
+        )
+        namespace = kvpool.Namespace(model="kvpool-bench", block_tokens=16, block_bytes=settings.block_bytes)
+        limit = stack.enter_context(_limit(settings))
+        buffers = shared_blocks(settings.count, settings.block_bytes)
+        random.Random(1).shuffle(buffers)  # noqa: S311 - any order does, if it is the same every time
+        mover = _Mover(client.namespace(namespace), settings, buffers)
+        executor = stack.enter_context(ThreadPoolExecutor(settings.threads, "bench"))
+
+        def round_of(move: Callable[[Batch], None]) -> Callable[[], object]:
+            if settings.threads == 1:
+                return lambda: [move(batch) for batch in mover.batches]
+            return lambda: list(executor.map(move, mover.batches))
+
+        compared = compare(round_of(mover.move), round_of(limit.move), settings.rounds, pids, mover.prepare)
+        p50_us_single = percentile(mover.singles_us(), 50)
+    moved_gb = settings.count * settings.block_bytes / GB
+    return TransferRow(
+        transport=settings.transport,
+        op=settings.op,
+        block_bytes=settings.block_bytes,
+        blocks=settings.count,
+        gbps=rounded(moved_gb / percentile(compared.ours_s, 50)),
+        limit_gbps=rounded(moved_gb / percentile(compared.limit_s, 50)),
+        ratio=rounded(compared.ratio),
+        cpu_s_per_gb=rounded(compared.cpu_s / settings.rounds / moved_gb),
+        p50_us_single=rounded(p50_us_single),
+        threads=settings.threads,
+        streams=settings.streams_used,
+        rounds=settings.rounds,
+    )
+
+
+class _Mover:
+    """Moves batches through the pool: stored chains for gets, chains never seen for puts."""
+
+    def __init__(self, keyspace: kvpool.Keyspace, settings: TransferSettings, buffers: list[Block]) -> None:
+        self._keyspace = keyspace
+        self._settings = settings
+        self._is_get = settings.op == "get"
+        self._buffers = buffers
+        step = settings.batch_blocks
+        self.batches = [Batch(i, buffers[i : i + step]) for i in range(0, len(buffers), step)]
+        self._chains: dict[int, bytes] = {}
+        self._name_chains()
+        if self._is_get:
+            for batch in self.batches:
+                self._store(self._chains[batch.first], batch.buffers)
+
+    def prepare(self) -> None:
+        """Before a round: puts get new chains, since a stored block is not stored again."""
+        if not self._is_get:
+            self._name_chains()
+
+    def move(self, batch: Batch) -> None:
+        """Load or store the batch's chain; raises KvpoolError when not every block was moved."""
+        chain = self._chains[batch.first]
+        if self._is_get:
+            self._load(chain, batch.buffers)
+        else:
+            self._store(chain, batch.buffers)
+
+    def singles_us(self) -> list[float]:
+        """Microseconds of calls for one block each, chains of one block, all different as far as they go."""
+        settings, buffers = self._settings, self._buffers
+        hashes = [os.urandom(HASH_BYTES) for _ in range(settings.singles)]
+        if self._is_get:
+            for block_hash, buffer in zip(hashes, buffers, strict=False):
+                self._store(block_hash, [buffer])
+        times_us = []
+        for i in range(SINGLE_SAMPLES):
+            # Spread over all singles: neighbours would come from memory that was just used.
+            k = i * len(hashes) // SINGLE_SAMPLES if len(hashes) >= SINGLE_SAMPLES else i % len(hashes)
+            block_hash = hashes[k] if self._is_get else os.urandom(HASH_BYTES)
+            move = self._load if self._is_get else self._store
+            one = [buffers[-1 - k]]
+            began_ns = time.perf_counter_ns()
+            move(block_hash, one)
+            times_us.append((time.perf_counter_ns() - began_ns) / 1000)
+        return times_us
+
+    def _name_chains(self) -> None:
+        for batch in self.batches:
+            self._chains[batch.first] = os.urandom(HASH_BYTES * len(batch.buffers))
+
+    def _load(self, chain: bytes, buffers: list[Block]) -> None:
+        result = self._keyspace.load(chain, buffers)
+        if result.loaded != len(buffers):
+            raise KvpoolError(f"only {result.loaded} of {len(buffers)} blocks were loaded: {result}")
+
+    def _store(self, chain: bytes, buffers: list[Block]) -> None:
+        result = self._keyspace.store(chain, buffers)
+        if result.stored != len(buffers):
+            raise KvpoolError(f"only {result.stored} of {len(buffers)} blocks were stored: {result}")
+
+
+@contextlib.contextmanager
+def _pool(settings: TransferSettings) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A pool; its address and the processes whose CPU time counts, this one included."""
+    if settings.transport != "inproc":
+        with pool_processes(settings.pool_bytes) as pool:
+            yield pool.uri, (os.getpid(), *pool.pids)
+        return
+    with segment_folder() as folder:
+        node = NodeSettings(
+            size=settings.pool_bytes, segment_dir=folder, unix_socket=folder / "node.sock", data_port=0, grpc_port=0
+        )
+        with EmbeddedPool(MetaSettings(grpc_port=0, framed_port=0), node) as embedded:
+            yield embedded.uri, (os.getpid(),)
+
+
+@contextlib.contextmanager
+def _limit(settings: TransferSettings) -> Iterator[Limit]:
+    op = Op[settings.op.upper()]
+    if settings.transport in {"shm", "inproc"}:
+        yield CopyLimit(op, settings.count, settings.block_bytes)
+        return
+    with socket_limit(
+        settings.transport, op, settings.count, settings.block_bytes, settings.threads, settings.streams_used
+    ) as limit:
+        yield limit
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{name} {value!r} is not known; use one of {', '.join(known)}")
