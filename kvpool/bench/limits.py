@@ -114,7 +114,7 @@ class SocketLimit:
         self._workers.shutdown()
 
     def _exchange(self, sock: socket.socket, batch: Batch, start: int, end: int) -> None:
-        views = [memoryview(buffer) for buffer in batch.buffers[start:end]]
+        views = [buffer.data for buffer in batch.buffers[start:end]]
         request = _REQUEST.pack(self._op, end - start, batch.first + start)
         if self._op is Op.GET:
             sock.sendall(request)
@@ -179,7 +179,7 @@ def _serve(sock: socket.socket, memory: list[Block]) -> None:
         while True:
             _receive(sock, [memoryview(request)])
             op, count, first = _REQUEST.unpack(request)
-            views = [memoryview(block) for block in memory[first : first + count]]
+            views = [block.data for block in memory[first : first + count]]
             if op == Op.GET:
                 _send(sock, views)
             else:

@@ -201,4 +201,3 @@ def at_least(name: str, value: int, least: int = 1) -> int:
 
 def _flags(options: dict[str, Any]) -> dict[str, object]:
     return {name.replace("_", "-"): value for name, value in options.items()}
-

@@ -150,10 +150,14 @@ def measure_transfer(settings: TransferSettings) -> TransferRow:
         mover = _Mover(client.namespace(namespace), settings, buffers)
         executor = stack.enter_context(ThreadPoolExecutor(settings.threads, "bench"))
 
-        def round_of(move: Callable[[Batch], None]) -> Callable[[], object]:
-            if settings.threads == 1:
-                return lambda: [move(batch) for batch in mover.batches]
-            return lambda: list(executor.map(move, mover.batches))
+        each = executor.map if settings.threads > 1 else map
+
+        def round_of(move: Callable[[Batch], None]) -> Callable[[], None]:
+            def one_round() -> None:
+                for _ in each(move, mover.batches):
+                    pass
+
+            return one_round
 
         compared = compare(round_of(mover.move), round_of(limit.move), settings.rounds, pids, mover.prepare)
         p50_us_single = percentile(mover.singles_us(), 50)

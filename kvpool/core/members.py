@@ -73,7 +73,8 @@ class Members:
         self._random_bytes = random_bytes
         self._ttl_s = ttl_s
         self._by_id: dict[str, Member] = {}
-        self.version = 1
+        # Random, so that a client cannot take a restarted service's topology for the one it knows.
+        self.version = int.from_bytes(random_bytes(6), "little") + 1
 
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._by_id.values()))

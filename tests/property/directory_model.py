@@ -207,7 +207,7 @@ class DirectoryModel:
 
     def lease(self, namespace: Namespace, hashes: list[bytes], lease_s: float) -> None:
         """A match promised to keep these blocks."""
-        if lease_s and hashes:
+        if lease_s:
             self.leases.append(Lease(namespace, hashes, self.now_us() + microseconds(lease_s)))
 
     def check_matched(self, blocks: int, expected: int, lease_s: float, leased_bytes: int) -> None:

@@ -83,10 +83,12 @@ class DirectoryMachine(RuleBasedStateMachine):
         namespace = NAMESPACES[name]
         hashes = self.pool.some_chain(namespace, tokens, pick)
         expected, leased_bytes = self.pool.count_visible(namespace, hashes), self.directory.stats().leased_bytes
-        matched = self.directory.match(namespace.id, b"".join(hashes), lease_s)
+        first = pick % len(hashes) if pick & 8 else 0
+        matched = self.directory.match(namespace.id, b"".join(hashes), first, lease_s)
         self.pool.check_matched(matched.blocks, expected, lease_s, leased_bytes)
         assert (matched.reason is None) == (matched.blocks == len(hashes) or matched.blocks < expected)
-        self.pool.lease(namespace, hashes[: matched.blocks], lease_s)
+        if matched.blocks > first:
+            self.pool.lease(namespace, hashes[: matched.blocks], lease_s)
 
     @rule(name=names, tokens=chains, pick=picks, lease_s=st.sampled_from((0.0, 2.0)))
     def locate(self, name: str, tokens: Tokens, pick: int, lease_s: float) -> None:

@@ -1,0 +1,228 @@
+"""`kvpool bench`: measures transfers, look-ups and stores on this machine, next to the limits that it can reach."""
+
+import itertools
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+
+from kvpool.bench import lookup as lookups
+from kvpool.bench import store as stores
+from kvpool.bench import transfer as transfers
+from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
+from kvpool.bench.store import StoreRow, StoreSettings
+from kvpool.bench.transfer import TransferRow, TransferSettings
+from kvpool.cli.output import Format, FormatOption, emit, table
+from kvpool.core.errors import UsageError
+from kvpool.core.units import format_size, parse_size
+from kvpool.ops.logging import configure
+from kvpool.ops.settings import LogSettings
+
+Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow
+
+MEMORY_BLOCKS = 1_000_000
+
+bench = typer.Typer(help="Measure transfers, look-ups and stores on this machine.")
+
+
+@bench.callback()
+def _prepare() -> None:
+    """Measure transfers, look-ups and stores on this machine."""
+    configure(LogSettings(level="warning"))
+    # As after Ctrl-C, the pool's processes are stopped on the way out.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+
+
+@bench.command()
+def transfer(
+    *,
+    transport: Annotated[str, typer.Option(help=f"One or more of {','.join(transfers.TRANSPORTS)}.")] = "shm",
+    op: Annotated[str, typer.Option(help="get, put, or both.")] = "get,put",
+    block_bytes: Annotated[str, typer.Option(help="Sizes of a block.")] = "64KiB,1MiB,2MiB",
+    blocks: Annotated[int | None, typer.Option(help="Blocks of the working set. [default: 512 MiB of them]")] = None,
+    batch: Annotated[str, typer.Option(help="Bytes that one call moves.")] = "64MiB",
+    rounds: Annotated[int, typer.Option(help="Times that the working set is moved.")] = 5,
+    threads: Annotated[int, typer.Option(help="Threads that call.")] = 1,
+    streams: Annotated[int, typer.Option(help="Connections that one call may use (tcp, unix).")] = 2,
+    node_size: Annotated[
+        str | None, typer.Option(help="Memory of the node. [default: gets fit, puts evict steadily]")
+    ] = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    """Move blocks between a client and a node, every byte verified, in turns with the raw limit.
+
+    The limit has as many threads and streams, and checks nothing: copies between two mappings of shared memory for
+    shm and inproc, scatter/gather sockets for tcp and unix.
+    """
+    settings = [
+        TransferSettings(
+            transport=one_transport,
+            op=one_op,
+            block_bytes=parse_size(size),
+            blocks=blocks,
+            batch_bytes=parse_size(batch),
+            rounds=rounds,
+            threads=threads,
+            streams=streams,
+            node_bytes=parse_size(node_size) if node_size is not None else None,
+        )
+        for one_transport, one_op, size in itertools.product(_words(transport), _words(op), _words(block_bytes))
+    ]
+    _show(_transfer_rows(settings), output)
+
+
+@bench.command()
+def lookup(
+    *,
+    sizes: Annotated[str, typer.Option(help="Blocks of the chains that are looked up.")] = "1,64,512,4096,32768",
+    samples: Annotated[int, typer.Option(min=1, help="Look-ups of each size.")] = 1_000,
+    memory_blocks: Annotated[
+        int, typer.Option(min=0, help="Blocks of the directory whose memory is measured; 0: do not.")
+    ] = MEMORY_BLOCKS,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    """Look up whole chains over the framed protocol and in the directory alone, and weigh its entries."""
+    _show(_lookup_rows([_number(size) for size in _words(sizes)], samples, memory_blocks), output)
+
+
+@bench.command()
+def store(
+    *,
+    blocks: Annotated[int, typer.Option(help="Blocks of a round.")] = 16_384,
+    rounds: Annotated[int, typer.Option(help="Rounds.")] = 5,
+    samples: Annotated[int, typer.Option(help="Puts that are timed until another process sees them.")] = 100,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    """Count entries a second of the index, blocks a second through a node, and time puts until they are visible."""
+    _show(_store_rows(StoreSettings(blocks=blocks, rounds=rounds, samples=samples)), output)
+
+
+@bench.command(name="all")
+def all_(*, output: FormatOption = Format.TEXT) -> None:
+    """Run every benchmark with its defaults; takes a few minutes."""
+    products = itertools.product(transfers.TRANSPORTS, transfers.OPS, transfers.BLOCK_BYTES)
+    for rows in (
+        _transfer_rows(TransferSettings(transport=t, op=op, block_bytes=size) for t, op, size in products),
+        _lookup_rows(lookups.SIZES, 1_000, MEMORY_BLOCKS),
+        _store_rows(StoreSettings()),
+    ):
+        _show(rows, output)
+
+
+def _transfer_rows(settings: Iterable[TransferSettings]) -> Iterator[Row]:
+    return map(transfers.measure_transfer, settings)
+
+
+def _lookup_rows(sizes: Sequence[int], samples: int, memory_blocks: int) -> Iterator[Row]:
+    yield from lookups.measure_lookup(sizes, samples)
+    yield from lookups.measure_lookup_core(sizes, samples)
+    if memory_blocks:
+        yield lookups.measure_directory_memory(memory_blocks)
+
+
+def _store_rows(settings: StoreSettings) -> Iterator[Row]:
+    yield stores.measure_store(settings)
+
+
+def _show(rows: Iterable[Row], output: Format) -> None:
+    """JSON: each row as soon as it is measured; text: one table for each kind of row."""
+    done: list[Row] = []
+    for row in rows:
+        done.append(row)
+        if output is Format.JSON:
+            emit(row, output, "")
+    if output is Format.TEXT:
+        for view in (_transfers(done), _lookups(done), _cores(done), _memory(done), _stores(done)):
+            if view is not None:
+                emit(None, output, view)
+
+
+def _transfers(rows: Sequence[Row]) -> RenderableType | None:
+    cells = [
+        (
+            f"{row.transport} {row.op}",
+            format_size(row.block_bytes),
+            f"{row.threads}x{row.streams}",
+            f"{row.gbps:.2f}",
+            f"{row.limit_gbps:.2f}",
+            f"{row.ratio:.2f}",
+            _target(transfers.TARGETS.get((row.transport, row.op)), ">="),
+            f"{row.cpu_s_per_gb:.3f}",
+            f"{row.p50_us_single:.0f}",
+        )
+        for row in rows
+        if isinstance(row, TransferRow)
+    ]
+    if not cells:
+        return None
+    columns = ("transfer", "#block", "lanes", "#GB/s", "#limit", "#ratio", "#target", "#CPU s/GB", "#single us")
+    return Group(
+        table(columns, cells),
+        "GB/s: of the client's calls, every byte verified; limit: the same bytes moved raw, unverified, in turns.",
+        "lanes: threads x connections a call, the limit's too; single: one block from its hash to its bytes, p50.",
+    )
+
+
+def _lookups(rows: Sequence[Row]) -> RenderableType | None:
+    cells = [
+        (
+            f"{row.size:,}",
+            row.via,
+            f"{row.p50_ms:.3f}",
+            _target(lookups.TARGETS_MS.get(row.size), "<="),
+            f"{row.p99_ms:.3f}",
+            f"{row.keys_per_s:,.0f}",
+        )
+        for row in rows
+        if isinstance(row, LookupRow)
+    ]
+    return table(("#look-up of blocks", "via", "#p50 ms", "#target", "#p99 ms", "#keys/s"), cells) if cells else None
+
+
+def _cores(rows: Sequence[Row]) -> RenderableType | None:
+    cells = [(f"{row.size:,}", f"{row.p50_us:.1f}") for row in rows if isinstance(row, LookupCoreRow)]
+    return table(("#directory alone, blocks", "#p50 us"), cells) if cells else None
+
+
+def _memory(rows: Sequence[Row]) -> RenderableType | None:
+    cells = [
+        (f"{row.blocks:,}", f"{row.bytes_per_block:.0f}", _target(lookups.TARGET_BYTES_PER_BLOCK, "<="))
+        for row in rows
+        if isinstance(row, DirectoryMemoryRow)
+    ]
+    return table(("#directory of blocks", "#bytes a block", "#target"), cells) if cells else None
+
+
+def _stores(rows: Sequence[Row]) -> RenderableType | None:
+    cells = [
+        cell
+        for row in rows
+        if isinstance(row, StoreRow)
+        for cell in (
+            (
+                "index: reserve + commit, blocks/s",
+                f"{row.blocks_per_s:,.0f}",
+                _target(stores.TARGET_BLOCKS_PER_S, ">="),
+            ),
+            ("2 MiB put until visible elsewhere, ms", f"{row.visible_ms:.2f}", _target(stores.TARGET_VISIBLE_MS, "<=")),
+            ("through a node, 4 KiB blocks/s", f"{row.end_to_end_blocks_per_s:,.0f}", _target(None, "")),
+        )
+    ]
+    return table(("store", "#measured", "#target"), cells) if cells else None
+
+
+def _target(value: float | None, relation: str) -> str:
+    return "-" if value is None else f"{relation} {value:,g}"
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"{text!r} is not a number; write e.g. 1,64,512")
+    return int(text)
