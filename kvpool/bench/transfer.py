@@ -17,7 +17,7 @@ import kvpool
 from kvpool.bench.limits import Batch, Block, CopyLimit, Limit, Op, shared_blocks, socket_limit
 from kvpool.bench.measure import GB, at_least, compare, percentile, pool_processes, rounded, segment_folder
 from kvpool.core.errors import KvpoolError, UsageError
-from kvpool.core.limits import HASH_BYTES, RESERVE_BLOCKS_MAX
+from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, RESERVE_BLOCKS_MAX
 from kvpool.embedded import EmbeddedPool
 from kvpool.ops.settings import MetaSettings, NodeSettings
 from kvpool.transport.tcp import STREAM_BYTES_MIN
@@ -100,7 +100,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Memory of the node, worked out."""
         if self.node_bytes is not None:
             return self.node_bytes
-        page_bytes = -(-self.block_bytes // 4096) * 4096
+        page_bytes = -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
         if self.op == "put":
             return page_bytes * max(self.count, 2 * self.threads * self.batch_blocks)
         return int(page_bytes * (self.count + self.singles) * GET_HEADROOM)

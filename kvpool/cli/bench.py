@@ -25,7 +25,7 @@ Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow
 
 MEMORY_BLOCKS = 1_000_000
 
-bench = typer.Typer(help="Measure transfers, look-ups and stores on this machine.")
+bench = typer.Typer()
 
 
 @bench.callback()
@@ -145,7 +145,6 @@ def _transfers(rows: Sequence[Row]) -> RenderableType | None:
         (
             f"{row.transport} {row.op}",
             format_size(row.block_bytes),
-            f"{row.threads}x{row.streams}",
             f"{row.gbps:.2f}",
             f"{row.limit_gbps:.2f}",
             f"{row.ratio:.2f}",
@@ -158,11 +157,14 @@ def _transfers(rows: Sequence[Row]) -> RenderableType | None:
     ]
     if not cells:
         return None
-    columns = ("transfer", "#block", "lanes", "#GB/s", "#limit", "#ratio", "#target", "#CPU s/GB", "#single us")
+    columns = ("transfer", "#block", "#GB/s", "#limit", "#ratio", "#target", "#CPU s/GB", "#single us")
+    lanes = {f"{r.transport} {r.threads} x {r.streams}" for r in rows if isinstance(r, TransferRow)}
     return Group(
         table(columns, cells),
-        "GB/s: of the client's calls, every byte verified; limit: the same bytes moved raw, unverified, in turns.",
-        "lanes: threads x connections a call, the limit's too; single: one block from its hash to its bytes, p50.",
+        "GB/s: every byte verified. limit: the same bytes moved raw, unverified, in turns.",
+        f"Threads x connections of both: {', '.join(sorted(lanes))}.",
+        "single: one call for one block, from its hash to its bytes, p50.",
+        "Puts find a full pool and evict as much as they store, unless --node-size says otherwise.",
     )
 
 

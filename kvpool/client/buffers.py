@@ -1,13 +1,18 @@
 """Callers' buffers as flat byte views: NumPy arrays, torch CPU tensors, bytes, anything with the buffer protocol."""
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvpool.core.errors import InvalidBufferError
 from kvpool.transport.base import Pieces
 
 PIECES_MAX = 4_096
+_FIELD_NAMES = re.compile(":[^:]*:")
 Buffer = Any
 """One contiguous buffer, or a list or tuple of them that together hold a block."""
 
@@ -41,17 +46,31 @@ def pieces_of(buffers: Sequence[Buffer], block_bytes: int, *, writable: bool) ->
 def _flat(part: Buffer, name: str, *, writable: bool) -> memoryview:
     try:
         view = memoryview(part)
-    except TypeError:
-        view = _tensor_view(part, name)
+    except (TypeError, ValueError):  # ValueError: a dtype that the buffer protocol cannot describe, e.g. bfloat16
+        view = _array_view(part, name) if isinstance(part, np.ndarray) else _tensor_view(part, name)
+    if not view.c_contiguous:
+        raise _scattered(name)
     if view.ndim != 1 or view.format != "B":
-        if not view.c_contiguous:
-            raise InvalidBufferError(f"{name} is not contiguous; give its contiguous pieces as a list")
-        view = view.cast("B")
-    elif not view.contiguous:
-        raise InvalidBufferError(f"{name} is not contiguous; give its contiguous pieces as a list")
+        view = _cast(view, name)
     if writable and view.readonly:
         raise InvalidBufferError(f"{name} is read-only; a load needs a writable buffer")
     return view
+
+
+def _cast(view: memoryview, name: str) -> memoryview:
+    if "O" in _FIELD_NAMES.sub("", view.format):
+        raise InvalidBufferError(f"{name} holds Python objects, whose bytes are addresses; give an array of numbers")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def _scattered(name: str) -> InvalidBufferError:
+    return InvalidBufferError(f"{name} is not contiguous; give its contiguous pieces as a list")
+
+
+def _array_view(part: NDArray[Any], name: str) -> memoryview:
+    if not part.flags.c_contiguous:
+        raise _scattered(name)
+    return memoryview(part.reshape(-1).view(np.uint8))
 
 
 def _tensor_view(part: Buffer, name: str) -> memoryview:
@@ -62,5 +81,5 @@ def _tensor_view(part: Buffer, name: str) -> memoryview:
     if part.device.type != "cpu":
         raise InvalidBufferError(f"{name} is on {part.device}; only CPU tensors can be given here")
     if not part.is_contiguous():
-        raise InvalidBufferError(f"{name} is not contiguous; give its contiguous pieces as a list")
+        raise _scattered(name)
     return memoryview(part.detach().view(torch.uint8).reshape(-1).numpy())

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvpool.core.errors import CapacityError
@@ -40,21 +41,26 @@ class SegmentFiles:
             ) from error
 
     def open(self, size_bytes: int, hugepages: HugePages) -> tuple[ShmSegment, HeaderFile]:
-        """Segment and headers: those of the last run when they fit ``size_bytes``, else empty ones."""
+        """Segment and headers: those of the last run when they fit ``size_bytes``, else empty ones.
+
+        Raises:
+            CapacityError: Memory that cannot be had; nothing new is left behind.
+        """
         pages = size_bytes // PAGE_BYTES
         segment_id = stored_segment_id(self.headers, pages)
         same_payload = self.payload.exists() and self.payload.stat().st_size == pages * PAGE_BYTES
-        if segment_id is None or not same_payload:
-            if self.payload.exists():
-                log.info("segment_replaced", path=str(self.payload), reason="another size or no headers")
-            self.remove()
-            segment_id = os.urandom(SEGMENT_ID_BYTES)
-        segment = ShmSegment(self.payload, segment_id, size_bytes, hugepages)
-        try:
-            return segment, HeaderFile(self.headers, segment_id, pages)
-        except BaseException:
-            segment.close()
-            raise
+        with ExitStack() as undo:
+            if segment_id is None or not same_payload:
+                if self.payload.exists():
+                    log.info("segment_replaced", path=str(self.payload), reason="another size or no headers")
+                self.remove()
+                undo.callback(self.remove)
+                segment_id = os.urandom(SEGMENT_ID_BYTES)
+            segment = ShmSegment(self.payload, segment_id, size_bytes, hugepages)
+            undo.callback(segment.close)
+            headers = HeaderFile(self.headers, segment_id, pages)
+            undo.pop_all()
+        return segment, headers
 
     def remove(self) -> None:
         """Remove the blocks; the lock stays."""

@@ -1,7 +1,8 @@
 """Slot headers: what each slot holds, in a file that only the node maps, so that slots describe themselves.
 
 The file is one 64-byte prologue and one record for each page of the payload; the record of a slot's first page is its
-header. The file is sparse: only records of slots that were used take memory. Little-endian:
+header. All of it (3.7 % of the payload) is allocated when it is made: a record that finds memory full later would be the
+end of the process, since writes to a mapping cannot fail otherwise. Little-endian:
 
     prologue  magic 8s | version u32 | record size u32 | pages u64 | segment id 16s | next generation u64 | pad
     record    state u32 | shard u32 | length u64 | generation u64 | namespace 32s | hash 32s | parent 32s |
@@ -24,6 +25,7 @@ import xxhash
 from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import SlotState
+from kvpool.core.units import format_size
 
 MAGIC = b"KVPOOLHD"
 VERSION = 1
@@ -84,13 +86,15 @@ class HeaderFile:
         self.pages = pages
         self._segment_id = segment_id
         size_bytes = _PROLOGUE.size + pages * RECORD_BYTES
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise CapacityError(f"cannot keep headers in {path}: {error}; choose another segment_dir") from error
         try:
             fresh = os.fstat(descriptor).st_size == 0
-            if fresh:
-                os.ftruncate(descriptor, size_bytes)
-            elif os.fstat(descriptor).st_size != size_bytes:
+            if not fresh and os.fstat(descriptor).st_size != size_bytes:
                 raise CapacityError(f"{path} belongs to a segment of another size; remove it to start empty")
+            _allocate(descriptor, path, size_bytes)
             self._map = mmap.mmap(descriptor, size_bytes)
         finally:
             os.close(descriptor)
@@ -157,3 +161,13 @@ class HeaderFile:
         if found != (MAGIC, VERSION, RECORD_BYTES, self.pages, self._segment_id):
             raise CapacityError(f"{path} is not the header file of this segment; remove it to start empty")
         return int(generation)
+
+
+def _allocate(descriptor: int, path: Path, size_bytes: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        raise CapacityError(
+            f"{path.parent} gave no {format_size(size_bytes)} for slot headers beside the payload: {error}; "
+            "choose a smaller --size"
+        ) from error

@@ -1,6 +1,7 @@
 """Documents of the namespaces a node has blocks of, so that a restarted metadata service can learn them from it.
 
-One JSON document a line, appended when a namespace is first written; lines that do not parse are left out.
+One JSON document a line, appended when a namespace is first written; lines that do not parse are left out. A line begins
+with its line break, so that it is whole even below one that a crash has cut short.
 """
 
 import threading
@@ -28,7 +29,7 @@ class NamespaceBook:
             try:
                 self._documents[parse_namespace(line).id] = line
             except InvalidNamespaceError:
-                continue  # a line cut short by a crash
+                continue  # empty, or cut short by a crash
 
     def get(self, namespace_id: bytes) -> bytes | None:
         """The document, if known."""
@@ -42,5 +43,5 @@ class NamespaceBook:
         with self._lock:
             if namespace_id not in self._documents:
                 with self._path.open("ab") as file:
-                    file.write(document + b"\n")
+                    file.write(b"\n" + document)
                 self._documents[namespace_id] = document

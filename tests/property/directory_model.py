@@ -65,7 +65,7 @@ class DirectoryModel:
 
     def __init__(self, age_slack: float) -> None:
         self.clock = ManualClock()
-        self.config = DirectoryConfig(age_slack=age_slack)
+        self.config = DirectoryConfig(age_slack=age_slack, lease_cap=0.3, pressure=0.8)
         self.directory = Directory(self.clock, self.config)
         self.segments = [
             FakeSegment(bytes([i]) * 16, node_id, pages * PAGE_BYTES) for i, (node_id, pages) in enumerate(SEGMENTS)

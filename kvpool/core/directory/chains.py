@@ -4,9 +4,11 @@ Keeps the visible blocks prefix-closed: a block is visible exactly when it is co
 is a root. Blocks whose parent is not in the table wait under the parent's hash and wake when it appears.
 """
 
+from array import array
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
-from kvpool.core.directory.table import NIL, ROOT, BlockState, BlockTable
+from kvpool.core.directory.table import NIL, ROOT, BlockState, BlockTable, Rows
 
 Index = dict[bytes, int]
 
@@ -35,20 +37,31 @@ class Chains:
     def insert(self, namespace: int, block_hash: bytes, parent_hash: bytes, shards: int, now_us: int) -> int:
         """Add an in-flight block below ``parent_hash`` (empty: a root) and adopt the blocks that waited for it."""
         row = self.blocks.add(block_hash, namespace, shards, now_us)
-        index = self.indexes[namespace]
-        index[block_hash] = row
-        if not parent_hash:
-            self.blocks.parent[row] = ROOT
-        else:
-            parent = index.get(parent_hash, NIL)
-            if parent == NIL:
-                self._wait(row, namespace, parent_hash)
-            else:
-                self._link(row, parent)
+        self.indexes[namespace][block_hash] = row
+        self._attach(row, namespace, parent_hash)
         for orphan in sorted(self._waiting[namespace].pop(block_hash, ())):
             del self._waits_for[orphan]
             self._link(orphan, row)
         return row
+
+    def insert_run(self, namespace: int, hashes: list[bytes], parent_hash: bytes, shards: int, now_us: int) -> Rows:
+        """`insert` for new blocks that follow one another below ``parent_hash``."""
+        if self._waiting[namespace]:
+            above = [parent_hash, *hashes]
+            return [self.insert(namespace, h, above[i], shards, now_us) for i, h in enumerate(hashes)]
+        blocks = self.blocks
+        rows = blocks.add_run(hashes, namespace, shards, now_us)
+        self.indexes[namespace].update(zip(hashes, rows, strict=True))
+        self._attach(rows[0], namespace, parent_hash)
+        if isinstance(rows, range):
+            blocks.parent[rows.start + 1 : rows.stop] = array("i", rows[:-1])
+            blocks.first_child[rows.start : rows.stop - 1] = array("i", rows[1:])
+            return rows
+        for above_row, row in pairwise(rows):
+            blocks.parent[row] = above_row
+            blocks.first_child[above_row] = row
+            blocks.next_sibling[row] = blocks.previous_sibling[row] = NIL
+        return rows
 
     def complete(self, row: int) -> None:
         """All shards are committed: the block turns visible with what waits below it, or dormant."""
@@ -147,11 +160,11 @@ class Chains:
         while stack:
             row = stack.pop()
             self._set_state(row, BlockState.VISIBLE)
-            stack.extend(
-                child
-                for child in self.children(row)
-                if self.blocks.state[child] == BlockState.DORMANT and not self.blocks.missing_shards[child]
-            )
+            child = self.blocks.first_child[row]
+            while child != NIL:
+                if self.blocks.state[child] == BlockState.DORMANT and not self.blocks.missing_shards[child]:
+                    stack.append(child)
+                child = self.blocks.next_sibling[child]
 
     def _set_state(self, row: int, state: BlockState) -> None:
         self.blocks.state[row] = state
@@ -161,6 +174,16 @@ class Chains:
     def _parent_is_visible(self, row: int) -> bool:
         parent = self.blocks.parent[row]
         return parent == ROOT or (parent >= 0 and self.blocks.state[parent] == BlockState.VISIBLE)
+
+    def _attach(self, row: int, namespace: int, parent_hash: bytes) -> None:
+        if not parent_hash:
+            self.blocks.parent[row] = ROOT
+            return
+        parent = self.indexes[namespace].get(parent_hash, NIL)
+        if parent == NIL:
+            self._wait(row, namespace, parent_hash)
+        else:
+            self._link(row, parent)
 
     def _link(self, row: int, parent: int) -> None:
         blocks = self.blocks

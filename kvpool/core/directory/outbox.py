@@ -6,11 +6,10 @@ still announces of the orders after that is ignored.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class FreeSlot:
+class FreeSlot(NamedTuple):
     """Order ``number``: free ``slot`` of ``segment_id`` if it still holds ``generation``.
 
     ``rest`` asks for quarantine first: the block was removed by force while a reader may hold a lease on it.

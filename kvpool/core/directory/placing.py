@@ -47,6 +47,19 @@ class Placer:
                 return None
             self._evict(victim.row)
 
+    def room(self, slot_bytes: int, near: Segment | None, most: int) -> tuple[Segment, int] | None:
+        """A segment that takes up to ``most`` slots without evicting, and how many; None when there is no room.
+
+        Stops where `choose` would look for another segment, so that a run is placed as its blocks would be one by one.
+        """
+        segment = self._with_room(slot_bytes, near)
+        if segment is None:
+            return None
+        placements = self._placements
+        level = (placements.used_bytes / placements.capacity_bytes + FILL_SLACK) * segment.capacity_bytes
+        before_level = int(level - segment.used_bytes) // slot_bytes
+        return segment, max(1, min(most, segment.free_bytes // slot_bytes, before_level))
+
     def _with_room(self, slot_bytes: int, near: Segment | None) -> Segment | None:
         placements = self._placements
         if placements.capacity_bytes - placements.used_bytes < slot_bytes:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from kvpool.core.directory.table import Rows
+
 
 @dataclass(slots=True)
 class Reservation:
@@ -48,6 +50,11 @@ class Reservations:
         """``row`` is in flight for ``reservation``."""
         reservation.rows.add(row)
         self._by_row[row] = reservation
+
+    def claim_run(self, reservation: Reservation, rows: Rows) -> None:
+        """`claim` for several rows."""
+        reservation.rows.update(rows)
+        self._by_row.update(dict.fromkeys(rows, reservation))
 
     def release(self, row: int) -> None:
         """``row`` is committed or gone; a reservation without rows is closed."""

@@ -1,9 +1,10 @@
 """The segments blocks can be placed on, how full they are, and the placements on each."""
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvpool.core.directory.table import NIL, BlockTable, PlacementTable
+from kvpool.core.directory.table import NIL, BlockTable, PlacementTable, Rows
 
 
 @dataclass(slots=True)
@@ -81,6 +82,29 @@ class Placements:
         segment.used_bytes += slot_bytes
         self.used_bytes += slot_bytes
         return placement
+
+    def add_run(self, blocks: Rows, shard: int, segment: Segment, slot_bytes: int) -> None:
+        """`add` for several blocks."""
+        rows = self.rows
+        if not isinstance(blocks, range) or self._blocks.placement[blocks[0]] != NIL:
+            for block in blocks:
+                self.add(block, shard, segment, slot_bytes)
+            return
+        placements = rows.add_run(blocks, shard, segment.number)
+        count = len(placements)
+        self._blocks.home_segment[blocks.start : blocks.stop] = array("H", [segment.number]) * count
+        self._blocks.placement[blocks.start : blocks.stop] = array("i", placements)
+        following = segment.first
+        for placement in placements:
+            rows.segment_next[placement] = following
+            if following != NIL:
+                rows.segment_previous[following] = placement
+            following = placement
+        rows.segment_previous[following] = NIL
+        segment.first = following
+        segment.blocks += count
+        segment.used_bytes += count * slot_bytes
+        self.used_bytes += count * slot_bytes
 
     def remove(self, placement: int, slot_bytes: int) -> None:
         """Take the placement off its block and its segment and give its bytes back."""

@@ -5,6 +5,7 @@ keep a block with one placement under 320 bytes, its hash and index entry includ
 """
 
 from array import array
+from collections.abc import Sequence
 from enum import IntEnum
 
 NIL = -1
@@ -27,6 +28,10 @@ class BlockState(IntEnum):
     """Committed, but its parent is not visible, or a lost shard has not come back: kept, never matched."""
     VISIBLE = 3
     """All shards committed, and the parent is visible."""
+
+
+Rows = Sequence[int]
+"""Row numbers; a ``range`` where they follow one another, which lets columns be written as slices."""
 
 
 class BlockTable:
@@ -78,6 +83,16 @@ class BlockTable:
         pinned_us = self.pinned_until_us.get(row, NEVER_US) if self.pinned_until_us else NEVER_US
         return max(self.held_until_us[row], pinned_us)
 
+    def add_run(self, hashes: list[bytes], namespace: int, shards: int, now_us: int) -> Rows:
+        """Rows as `add` gives them, one for each hash."""
+        if self._free != NIL:
+            return [self.add(block_hash, namespace, shards, now_us) for block_hash in hashes]
+        start, count = len(self.hash), len(hashes)
+        self.live += count
+        self.hash += hashes
+        self._extend(count, namespace, shards, now_us)
+        return range(start, start + count)
+
     def free(self, row: int) -> None:
         """Give the row back; its links must already be gone."""
         self.pinned_until_us.pop(row, None)
@@ -90,22 +105,21 @@ class BlockTable:
 
     def _append(self, block_hash: bytes, namespace: int, shards: int, now_us: int) -> int:
         self.hash.append(block_hash)
-        self.namespace.append(namespace)
-        self.state.append(BlockState.IN_FLIGHT)
-        self.missing_shards.append(shards)
-        self.home_segment.append(0)
-        for links in (
-            self.parent,
-            self.first_child,
-            self.next_sibling,
-            self.previous_sibling,
-            self.placement,
-        ):
-            links.append(NIL)
-        self.last_use_us.append(now_us)
-        self.held_until_us.append(NEVER_US)
-        self.queued_at_us.append(NEVER_US)
+        self._extend(1, namespace, shards, now_us)
         return len(self.hash) - 1
+
+    def _extend(self, count: int, namespace: int, shards: int, now_us: int) -> None:
+        self.namespace.extend(array("H", [namespace]) * count)
+        self.state.extend(array("B", [BlockState.IN_FLIGHT]) * count)
+        self.missing_shards.extend(array("H", [shards]) * count)
+        self.home_segment.extend(array("H", [0]) * count)
+        unlinked = array("i", [NIL]) * count
+        for links in (self.parent, self.first_child, self.next_sibling, self.previous_sibling, self.placement):
+            links.extend(unlinked)
+        self.last_use_us.extend(array("q", [now_us]) * count)
+        never = array("q", [NEVER_US]) * count
+        self.held_until_us.extend(never)
+        self.queued_at_us.extend(never)
 
 
 class PlacementTable:
@@ -140,6 +154,14 @@ class PlacementTable:
         self.next[row] = NIL
         return row
 
+    def add_run(self, blocks: Rows, shard: int, segment: int) -> Rows:
+        """Rows as `add` gives them, one for each block."""
+        if self._free != NIL:
+            return [self.add(block, shard, segment) for block in blocks]
+        start = len(self.block)
+        self._extend(array("i", blocks), shard, segment)
+        return range(start, len(self.block))
+
     def free(self, row: int) -> None:
         """Give the row back; it must be unlinked from its block and its segment."""
         self.block[row] = NIL
@@ -147,12 +169,18 @@ class PlacementTable:
         self._free = row
 
     def _append(self, block: int, shard: int, segment: int) -> int:
-        self.block.append(block)
-        self.shard.append(shard)
-        self.segment.append(segment)
-        self.slot.append(NO_SLOT)
-        self.generation.append(0)
-        self.checksum.append(0)
-        for links in (self.next, self.segment_next, self.segment_previous):
-            links.append(NIL)
+        self._extend(array("i", [block]), shard, segment)
         return len(self.block) - 1
+
+    def _extend(self, blocks: "array[int]", shard: int, segment: int) -> None:
+        count = len(blocks)
+        self.block.extend(blocks)
+        self.shard.extend(array("H", [shard]) * count)
+        self.segment.extend(array("H", [segment]) * count)
+        self.slot.extend(array("I", [NO_SLOT]) * count)
+        zeros = array("Q", [0]) * count
+        self.generation.extend(zeros)
+        self.checksum.extend(zeros)
+        unlinked = array("i", [NIL]) * count
+        for links in (self.next, self.segment_next, self.segment_previous):
+            links.extend(unlinked)

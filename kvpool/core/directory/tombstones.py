@@ -1,8 +1,8 @@
 """Why was it a miss: a bounded memory of blocks that left the directory."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class MissReason(StrEnum):
@@ -25,8 +25,7 @@ class MissReason(StrEnum):
     """The block is being written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tombstone:
+class Tombstone(NamedTuple):
     """One block that left: why, and when on the directory's clock."""
 
     reason: MissReason

@@ -3,7 +3,6 @@
 from kvpool.core.clock import microseconds
 from kvpool.core.directory.chains import Index
 from kvpool.core.directory.lookup import visible_prefix
-from kvpool.core.directory.reservations import Reservation
 from kvpool.core.directory.results import CommitStatus, ReserveResult, Share, Want
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
@@ -39,6 +38,8 @@ def reserve(
     if missing_from is not None:
         return ReserveResult(0, b"", {}, missing_from)
     chain = split_hashes(hashes[first * HASH_BYTES :])
+    if len(set(chain)) != len(chain):
+        raise InvalidHashError("a hash stands twice in the chain; each block has its own")
     above = hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES] if first else parent
     return _Writer(state, entry, index, owner, ttl_s).reserve(chain, above, first)
 
@@ -52,7 +53,25 @@ def commit(
     if reservation is None or segment is None:
         return [CommitStatus.STALE] * len(written)
     index = state.chains.indexes[reservation.namespace]
-    return [_commit_one(state, reservation, segment, index, item) for item in written]
+    rows, blocks = state.placements.rows, state.blocks
+    now_us = state.now_us()
+    statuses: list[CommitStatus] = []
+    for block_hash, shard, slot, generation, checksum in written:
+        row = index.get(block_hash, NIL)
+        placement = state.placements.find(row, shard, segment.number) if row in reservation.rows else NIL
+        if placement == NIL or rows.slot[placement] != NO_SLOT:
+            statuses.append(CommitStatus.STALE)
+            continue
+        rows.slot[placement] = slot
+        rows.generation[placement] = generation
+        rows.checksum[placement] = checksum
+        blocks.missing_shards[row] -= 1
+        if not blocks.missing_shards[row]:
+            state.reservations.release(row)
+            blocks.last_use_us[row] = now_us
+            state.chains.complete(row)
+        statuses.append(CommitStatus.COMMITTED)
+    return statuses
 
 
 def abort(state: DirectoryState, reservation_number: int, hashes: list[bytes] | None) -> int:
@@ -86,19 +105,22 @@ class _Writer:
         state, wants = self.state, bytearray(len(chain))
         state.victims.clear()
         near = self._segment_of(self.index.get(above, NIL))
-        for i, block_hash in enumerate(chain):
-            row = self._present(block_hash, above, first + i)
+        i = 0
+        while i < len(chain):
+            row = self._present(chain[i], above, first + i)
             if row != NIL:
                 near = self._segment_of(row) or near
                 in_flight = state.blocks.state[row] == BlockState.IN_FLIGHT
                 wants[i] = Want.IN_FLIGHT if in_flight else Want.EXISTS
+                i += 1
+            elif placed := self._place_run(chain, i, above, near) or self._place(chain, i, above, near):
+                near, count = placed
+                i += count
             else:
-                near = self._place(block_hash, above, i, near)
-                if near is None:
-                    wants[i:] = bytes([Want.NO_ROOM]) * (len(chain) - i)
-                    state.counts["refused_blocks"] += len(chain) - i
-                    break
-            above = block_hash
+                wants[i:] = bytes([Want.NO_ROOM]) * (len(chain) - i)
+                state.counts["refused_blocks"] += len(chain) - i
+                break
+            above = chain[i - 1]
         return self._result(bytes(wants))
 
     def _present(self, block_hash: bytes, above: bytes, block: int) -> int:
@@ -115,16 +137,34 @@ class _Writer:
             return NIL
         return row
 
-    def _place(self, block_hash: bytes, above: bytes, i: int, near: Segment | None) -> Segment | None:
-        """Reserve all shards of one block; None, with nothing changed, when there is no room.
+    def _place_run(
+        self, chain: list[bytes], start: int, above: bytes, near: Segment | None
+    ) -> tuple[Segment, int] | None:
+        """Reserve as many new blocks from ``start`` on as one segment takes without evicting; where, and how many."""
+        state, slot_bytes, shards = self.state, self.entry.slot_bytes, self.entry.namespace.shards
+        found = state.placer.room(slot_bytes * shards, near, len(chain) - start)
+        if found is None:
+            return None
+        segment, most = found
+        count = 1
+        while count < most and chain[start + count] not in self.index:
+            count += 1
+        rows = state.chains.insert_run(self.entry.number, chain[start : start + count], above, shards, self.now_us)
+        state.reservations.claim_run(self.reservation, rows)
+        for shard in range(shards):
+            state.placements.add_run(rows, shard, segment, slot_bytes)
+            self._share(segment, shard).indexes.extend(range(start, start + count))
+        return segment, count
+
+    def _place(self, chain: list[bytes], i: int, above: bytes, near: Segment | None) -> tuple[Segment, int] | None:
+        """Reserve all shards of one block, evicting what must go; None, with nothing changed, if nothing can.
 
         The row is linked before room is made: as an in-flight child it keeps its ancestors from being the victims.
         """
-        state, slot_bytes = self.state, self.entry.slot_bytes
-        segments: list[Segment] = []
-        shards = self.entry.namespace.shards
-        row = state.chains.insert(self.entry.number, block_hash, above, shards, self.now_us)
+        state, slot_bytes, shards = self.state, self.entry.slot_bytes, self.entry.namespace.shards
+        row = state.chains.insert(self.entry.number, chain[i], above, shards, self.now_us)
         state.reservations.claim(self.reservation, row)
+        segments: list[Segment] = []
         for shard in range(shards):
             segment = state.placer.choose(slot_bytes, near, self.now_us)
             if segment is None:
@@ -134,11 +174,14 @@ class _Writer:
             segments.append(segment)
             near = segment
         for shard, segment in enumerate(segments):
-            share = self.shares.get((segment.number, shard))
-            if share is None:
-                share = self.shares[segment.number, shard] = Share()
-            share.indexes.append(i)
-        return near
+            self._share(segment, shard).indexes.append(i)
+        return segments[-1], 1
+
+    def _share(self, segment: Segment, shard: int) -> Share:
+        share = self.shares.get((segment.number, shard))
+        if share is None:
+            share = self.shares[segment.number, shard] = Share()
+        return share
 
     def _segment_of(self, row: int) -> Segment | None:
         if row == NIL or self.state.blocks.placement[row] == NIL:
@@ -175,24 +218,3 @@ def _missing_ancestor(state: DirectoryState, index: Index, hashes: bytes, first:
             return block
     return None
 
-
-def _commit_one(
-    state: DirectoryState, reservation: Reservation, segment: Segment, index: Index, written: Committed
-) -> CommitStatus:
-    block_hash, shard, slot, generation, checksum = written
-    row = index.get(block_hash, NIL)
-    if row not in reservation.rows:
-        return CommitStatus.STALE
-    rows = state.placements.rows
-    placement = state.placements.find(row, shard, segment.number)
-    if placement == NIL or rows.slot[placement] != NO_SLOT:
-        return CommitStatus.STALE
-    rows.slot[placement] = slot
-    rows.generation[placement] = generation
-    rows.checksum[placement] = checksum
-    state.blocks.missing_shards[row] -= 1
-    if not state.blocks.missing_shards[row]:
-        state.reservations.release(row)
-        state.blocks.last_use_us[row] = state.now_us()
-        state.chains.complete(row)
-    return CommitStatus.COMMITTED

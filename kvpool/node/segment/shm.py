@@ -47,11 +47,15 @@ class ShmSegment:
         self.size_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
         if not self.size_bytes:
             raise CapacityError(f"a segment of {size_bytes} bytes holds no page of {PAGE_BYTES}; give a larger size")
-        self._write_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        want_huge = _huge_offered(required=hugepages == "require") and hugepages != "off"
+        try:
+            self._write_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise CapacityError(f"cannot keep a segment in {path}: {error}; choose another segment_dir") from error
         try:
             _allocate(self._write_descriptor, path, self.size_bytes)
             self._mapping = mmap.mmap(self._write_descriptor, self.size_bytes)
-            self.huge = _advise_huge(self._mapping, hugepages)
+            self.huge = want_huge and _advise_huge(self._mapping)
             self._read_descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except BaseException:
             os.close(self._write_descriptor)
@@ -96,17 +100,19 @@ def _allocate(descriptor: int, path: Path, size_bytes: int) -> None:
         ) from error
 
 
-def _advise_huge(mapping: mmap.mmap, hugepages: HugePages) -> bool:
-    """Ask for transparent huge pages; whether the system offers them for shared memory."""
+def _huge_offered(*, required: bool) -> bool:
+    """Whether the system offers huge pages for shared memory; CapacityError if not, and they are required."""
     state = HUGE_PAGES_STATE.read_text() if HUGE_PAGES_STATE.exists() else "[never]"
     offered = not any(word in state for word in ("[never]", "[deny]"))
-    if hugepages == "require" and not offered:
+    if required and not offered:
         raise CapacityError(
             f"huge pages for shared memory are off ({state.strip()}); write 'advise' to {HUGE_PAGES_STATE} "
             "or set hugepages to auto"
         )
-    if hugepages == "off" or not offered:
-        return False
+    return offered
+
+
+def _advise_huge(mapping: mmap.mmap) -> bool:
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:
