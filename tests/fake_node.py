@@ -9,7 +9,7 @@ from kvpool.core.namespace import Namespace
 from kvpool.testing import ManualClock
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class HeldSlot:
     """A slot's header, as its node keeps it."""
 
@@ -19,6 +19,9 @@ class HeldSlot:
     shard: int
     slot: int
     generation: int
+
+    def __repr__(self) -> str:
+        return f"<{self.hash.hex()[:8]}/{self.shard} in slot {self.slot}, generation {self.generation}>"
 
     @property
     def checksum(self) -> int:

@@ -78,8 +78,8 @@ class Pool(Protocol):
     def match(self, hashes: bytes, *, lease_s: float) -> Matched:
         """How many leading blocks the pool holds, kept for ``lease_s``."""
 
-    def load(self, hashes: bytes, buffers: Buffers, *, first: int, lease_s: float) -> Loaded:
-        """Fill ``buffers`` with blocks ``first`` and following, kept for ``lease_s`` meanwhile."""
+    def load(self, hashes: bytes, buffers: Buffers, *, first: int) -> Loaded:
+        """Fill ``buffers`` with blocks ``first`` and following."""
 
     def store(self, hashes: bytes, buffers: Buffers, *, first: int) -> Stored:
         """Offer blocks ``first`` and following; when it returns, what was stored can be matched."""
@@ -242,7 +242,7 @@ class Engine:
         """Load what the pool offers beyond ``first``; returns the end of the run that arrived intact."""
         for start, stop in _batches(first, offered):
             began_s = time.perf_counter()
-            loaded = self._pool.load(chain, self._buffer.pieces(pages[start:stop]), first=start, lease_s=LEASE_S).loaded
+            loaded = self._pool.load(chain, self._buffer.pieces(pages[start:stop]), first=start).loaded
             load_s = time.perf_counter() - began_s
             arrived = start + loaded
             wrong = self._buffer.wrong(pages[start:arrived], hashes[start:arrived])

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 import kvpool
-from kvpool.bench.measure import at_least, child, heard, percentile, pool_processes, rounded, say
+from kvpool.bench.measure import at_least, child, heard, percentile, pool_processes, rounded, say, settle
 from kvpool.core.directory import Directory, Match
 from kvpool.core.errors import KvpoolError, UsageError
 from kvpool.core.keys import split_hashes
@@ -111,6 +111,7 @@ def _measure_via(via: str, sizes: Sequence[int], samples: int) -> Iterator[Looku
     ):
         keyspace = client.namespace(_NAMESPACE)
         chain = _store_chain(keyspace, longest)
+        settle(pool.pids)
         for size in sizes:
             times_s = _times_s(partial(keyspace.match, lease_s=LEASE_S), chain[: size * HASH_BYTES], samples)
             yield LookupRow(

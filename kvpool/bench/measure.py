@@ -23,6 +23,13 @@ from kvpool.ops.settings import load_settings
 
 GB = 1e9
 
+SETTLE_S = 30.0
+"""How long processes get to come to rest before a measurement."""
+
+_SETTLE_STEP_S = 0.25
+_AT_REST = 0.02
+"""CPU seconds a second, all processes together; idle ones use less than 0.01."""
+
 CHILD_STOP_S = 5.0
 """How long a helper process gets to end after it was asked to."""
 
@@ -143,7 +150,7 @@ def compare(
     pids: Sequence[int],
     prepare: Callable[[], object] = lambda: None,
 ) -> Compared:
-    """Run ours, limit, ours, limit, ...; a first pair of rounds warms up and does not count.
+    """Run ours, limit, ours, limit, ...; a first pair of rounds warms up, and then all come to rest.
 
     Args:
         ours: One round of what is measured.
@@ -156,6 +163,8 @@ def compare(
     used_s = 0.0
     for i in range(rounds + 1):
         prepare()
+        if i == 1:
+            settle(pids)
         before_s = cpu_s(pids)
         ours_s = elapsed_s(ours)
         round_cpu_s = cpu_s(pids) - before_s
@@ -165,6 +174,15 @@ def compare(
             compared.limit_s.append(limit_s)
             used_s += round_cpu_s
     return Compared(compared.ours_s, compared.limit_s, used_s)
+
+
+def settle(pids: Sequence[int]) -> None:
+    """Wait until processes rest: nodes and clients that have just started still touch their memory."""
+    for _ in range(round(SETTLE_S / _SETTLE_STEP_S)):
+        before_s = cpu_s(pids)
+        time.sleep(_SETTLE_STEP_S)
+        if cpu_s(pids) - before_s < _AT_REST * _SETTLE_STEP_S:
+            return
 
 
 def elapsed_s(work: Callable[[], object]) -> float:

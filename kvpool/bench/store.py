@@ -19,7 +19,7 @@ import numpy as np
 
 import kvpool
 from kvpool.bench.limits import shared_blocks
-from kvpool.bench.measure import at_least, child, heard, percentile, pool_processes, rounded, say
+from kvpool.bench.measure import PoolProcesses, at_least, child, heard, percentile, pool_processes, rounded, say, settle
 from kvpool.core.directory import CommitStatus, Want
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, SEGMENT_ID_BYTES
@@ -79,9 +79,9 @@ def measure_store(settings: StoreSettings) -> StoreRow:
     small = Namespace(model="kvpool-bench", block_tokens=16, block_bytes=PAGE_BYTES)
     large = Namespace(model="kvpool-bench", block_tokens=16, block_bytes=VISIBLE_BYTES)
     small_bytes = settings.batches * BATCH_BLOCKS * PAGE_BYTES * (settings.rounds + 1)
-    node_bytes = small_bytes + settings.samples * VISIBLE_BYTES
+    node_bytes = small_bytes + (settings.samples + 1) * VISIBLE_BYTES
     with pool_processes(node_bytes) as pool, kvpool.connect(pool.uri, transports=("shm",)) as client:
-        visible_s = _visible_s(client.namespace(large), pool.uri, settings.samples)
+        visible_s = _visible_s(client.namespace(large), pool, settings.samples)
         end_to_end_s = _end_to_end_round_s(client.namespace(small), settings)
     blocks = settings.batches * BATCH_BLOCKS
     return StoreRow(
@@ -196,11 +196,13 @@ def _median_round_s(put: Callable[[bytes], None], settings: StoreSettings) -> fl
     return percentile(rounds_s[1:], 50)
 
 
-def _visible_s(keyspace: kvpool.Keyspace, uri: str, samples: int) -> float:
+def _visible_s(keyspace: kvpool.Keyspace, pool: PoolProcesses, samples: int) -> float:
     """Median seconds from the start of a put until the watcher's look-up finds it."""
     buffers = shared_blocks(min(samples, 64), VISIBLE_BYTES)
     times_s = []
-    with child(report_visible, uri, keyspace.namespace.document) as watcher:
+    keyspace.store(os.urandom(HASH_BYTES), buffers[:1])  # maps the node's memory
+    settle((os.getpid(), *pool.pids))
+    with child(report_visible, pool.uri, keyspace.namespace.document) as watcher:
         assert watcher.stdin is not None
         for i in range(samples):
             block_hash = os.urandom(HASH_BYTES)

@@ -161,10 +161,10 @@ def _transfers(rows: Sequence[Row]) -> RenderableType | None:
     lanes = {f"{r.transport} {r.threads} x {r.streams}" for r in rows if isinstance(r, TransferRow)}
     return Group(
         table(columns, cells),
-        "GB/s: every byte verified. limit: the same bytes moved raw, unverified, in turns.",
+        "GB/s: every byte verified; limit: the same bytes moved raw, in turns with ours.",
         f"Threads x connections of both: {', '.join(sorted(lanes))}.",
         "single: one call for one block, from its hash to its bytes, p50.",
-        "Puts find a full pool and evict as much as they store, unless --node-size says otherwise.",
+        "Puts evict as much as they store: the pool is full, unless --node-size is larger.",
     )
 
 

@@ -9,25 +9,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.errors import InvalidBufferError
-from kvpool.transport.base import Pieces
+from kvpool.transport.blocks import Blocks, Pieces
 
 PIECES_MAX = 4_096
 _FIELD_NAMES = re.compile(":[^:]*:")
 Buffer = Any
 """One contiguous buffer, or a list or tuple of them that together hold a block."""
+Buffers = Any
+"""A list or tuple of `Buffer`, one a block; or one contiguous buffer that holds all blocks side by side."""
 
 
-def pieces_of(buffers: Sequence[Buffer], block_bytes: int, *, writable: bool) -> list[Pieces]:
-    """The pieces of each buffer.
+def blocks_of(buffers: Buffers, block_bytes: int, *, writable: bool) -> Blocks:
+    """The caller's buffers as the memory of blocks.
 
     Args:
-        buffers: One entry a block.
-        block_bytes: What each must come to.
+        buffers: A list or tuple with a buffer, or a list of pieces, for each block; or one buffer with all blocks side
+            by side, e.g. an array of shape (blocks, block_bytes): the fastest form.
+        block_bytes: Length of each block.
         writable: Whether they will be written.
 
     Raises:
         InvalidBufferError: A buffer of another length, read-only where it is to be written, or not contiguous.
     """
+    if isinstance(buffers, list | tuple):
+        return Blocks(block_bytes, pieces=_pieces(buffers, block_bytes, writable=writable))
+    view = _flat(buffers, "buffers", writable=writable)
+    if len(view) % block_bytes:
+        raise InvalidBufferError(
+            f"buffers has {len(view)} bytes, not a multiple of the namespace's {block_bytes} (block_bytes)"
+        )
+    return Blocks(block_bytes, whole=np.frombuffer(view, np.uint8))
+
+
+def _pieces(buffers: Sequence[Buffer], block_bytes: int, *, writable: bool) -> list[Pieces]:
     blocks: list[Pieces] = []
     for i, buffer in enumerate(buffers):
         parts = buffer if isinstance(buffer, list | tuple) else (buffer,)
@@ -70,7 +84,7 @@ def _scattered(name: str) -> InvalidBufferError:
 def _array_view(part: NDArray[Any], name: str) -> memoryview:
     if not part.flags.c_contiguous:
         raise _scattered(name)
-    return memoryview(part.reshape(-1).view(np.uint8))
+    return part.reshape(-1).view(np.uint8).data
 
 
 def _tensor_view(part: Buffer, name: str) -> memoryview:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from kvpool.client.buffers import Buffer, pieces_of
+from kvpool.client.buffers import Buffers, blocks_of
 from kvpool.client.loading import load_blocks
 from kvpool.client.results import LoadResult, Match, Reservation, StoreResult, WriteResult
-from kvpool.client.storing import store_result, write_shard
+from kvpool.client.storing import abort_blocks, reserve_blocks, store_blocks, write_shard
 from kvpool.core.directory import MissReason
 from kvpool.core.errors import (
     InvalidHashError,
@@ -17,19 +17,10 @@ from kvpool.core.errors import (
     UsageError,
 )
 from kvpool.core.keys import NO_PARENT, HashesLike, pack_hashes
-from kvpool.core.limits import HASH_BYTES, LEASE_S_MAX, MATCH_BLOCKS_MAX, RESERVE_BLOCKS_MAX
+from kvpool.core.limits import HASH_BYTES, LEASE_S_MAX, MATCH_BLOCKS_MAX
 from kvpool.core.namespace import Namespace
 from kvpool.transport.deadline import Deadline
-from kvpool.transport.wire.messages import (
-    NONE_INDEX,
-    AbortRequest,
-    Done,
-    MatchReply,
-    MatchRequest,
-    Message,
-    ReserveReply,
-    ReserveRequest,
-)
+from kvpool.transport.wire.messages import MatchReply, MatchRequest, Message
 
 if TYPE_CHECKING:
     from kvpool.client.client import Client
@@ -81,36 +72,36 @@ class Keyspace:
     def load(
         self,
         hashes: HashesLike,
-        buffers: Sequence[Buffer],
+        buffers: Buffers,
         *,
         first: int = 0,
         shard: int = 0,
-        lease_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> LoadResult:
         """Load blocks ``first``… into ``buffers``, verifying every byte in its destination.
 
+        They need no lease for it: looking them up makes them the pool's most recently used ones.
+
         Args:
             hashes: The chain, at least up to the last block wanted.
-            buffers: A writable buffer, or a list of pieces, for each block.
+            buffers: A list with a writable buffer, or a list of pieces, for each block; or one buffer with all blocks
+                side by side, e.g. an array of shape (blocks, block_bytes), which is fastest.
             first: Index of the first of them.
             shard: Which rank's bytes.
-            lease_s: Ask that the blocks stay for so long. Without, they are the pool's most recently used ones, which
-                is enough unless it turns over faster than one load takes.
             timeout_s: Deadline; by default the client's.
 
         Raises:
             UsageError: Hashes, buffers, shard or time-out that cannot be. Nothing was written.
         """
-        packed = self._slice(hashes, first, len(buffers), MATCH_BLOCKS_MAX)
         self._check_shard(shard)
-        pieces = pieces_of(buffers, self.namespace.block_bytes, writable=True)
-        return load_blocks(self, packed, pieces, first, shard, _lease_ms(lease_s), self.client.deadline(timeout_s))
+        destinations = blocks_of(buffers, self.namespace.block_bytes, writable=True)
+        packed = self._slice(hashes, first, len(destinations))
+        return load_blocks(self, packed, destinations, first, shard, self.client.deadline(timeout_s))
 
     def store(
         self,
         hashes: HashesLike,
-        buffers: Sequence[Buffer],
+        buffers: Buffers,
         *,
         first: int = 0,
         timeout_s: float | None = None,
@@ -119,7 +110,7 @@ class Keyspace:
 
         Args:
             hashes: The chain, at least up to the last block given. Its blocks before ``first`` must be stored.
-            buffers: A buffer, or a list of pieces, for each block.
+            buffers: As for `load`, but only read.
             first: Index of the first of them.
             timeout_s: Deadline; by default the client's.
 
@@ -131,20 +122,9 @@ class Keyspace:
             raise NamespaceMismatchError(
                 f"the namespace has {self.namespace.shards} shards; reserve once, and let each rank write its own"
             )
-        packed = self._slice(hashes, first, len(buffers), RESERVE_BLOCKS_MAX)
-        pieces = pieces_of(buffers, self.namespace.block_bytes, writable=False)
-        deadline = self.client.deadline(timeout_s)
-        try:
-            reservation = self._reserve(packed, first, NO_PARENT, deadline)
-        except UsageError:
-            raise
-        except KvpoolError:
-            self.client.counters.refused(len(buffers))
-            return StoreResult(stored=0, refused=len(buffers))
-        written = write_shard(self, reservation, pieces, 0, deadline)
-        if written.failed:
-            self._abort(reservation, written.failed)
-        return store_result(self, reservation, written)
+        sources = blocks_of(buffers, self.namespace.block_bytes, writable=False)
+        packed = self._slice(hashes, first, len(sources))
+        return store_blocks(self, packed, sources, first, self.client.deadline(timeout_s))
 
     def reserve(
         self,
@@ -167,12 +147,12 @@ class Keyspace:
             UnavailableError: The pool cannot be asked in time.
         """
         packed = pack_hashes(hashes, MATCH_BLOCKS_MAX)
-        return self._reserve(packed, first, parent, self.client.deadline(timeout_s))
+        return reserve_blocks(self, packed, first, parent, self.client.deadline(timeout_s))
 
     def write(
         self,
         reservation: Reservation,
-        buffers: Sequence[Buffer],
+        buffers: Buffers,
         *,
         shard: int = 0,
         timeout_s: float | None = None,
@@ -186,16 +166,16 @@ class Keyspace:
         """
         self._check_shard(shard)
         blocks = len(reservation.hashes) // HASH_BYTES
-        if len(buffers) != blocks:
-            raise UsageError(f"{len(buffers)} buffers for a reservation of {blocks} blocks; give one each")
-        pieces = pieces_of(buffers, self.namespace.block_bytes, writable=False)
-        return write_shard(self, reservation, pieces, shard, self.client.deadline(timeout_s))
+        sources = blocks_of(buffers, self.namespace.block_bytes, writable=False)
+        if len(sources) != blocks:
+            raise UsageError(f"{len(sources)} buffers for a reservation of {blocks} blocks; give one each")
+        return write_shard(self, reservation, sources, shard, self.client.deadline(timeout_s))
 
     def abort(
         self, reservation: Reservation, blocks: Sequence[int] | None = None, *, timeout_s: float | None = None
     ) -> None:
         """Give blocks of a reservation back (indexes into its slice; by default all). Never raises UnavailableError."""
-        self._abort(reservation, blocks, timeout_s)
+        abort_blocks(self, reservation, blocks, self.client.deadline(timeout_s))
 
     def open(self, deadline: Deadline) -> None:
         """Make the namespace known to the service; done for the caller when the service has restarted."""
@@ -209,33 +189,11 @@ class Keyspace:
             self.open(deadline)
             return self.client.meta.call(request, reply_type, deadline, again=again)
 
-    def _reserve(self, packed: bytes, first: int, parent: bytes, deadline: Deadline) -> Reservation:
-        meta = self.client.meta
-        # Asking again could reserve twice; the first answer's places would only come back at their deadline.
-        request = ReserveRequest(self.namespace.id, packed, first, parent, 0, meta.topology.version)
-        reply = self.call(request, ReserveReply, deadline, again=False)
-        meta.learn(reply.topology)
-        missing_from = None if reply.missing_from == NONE_INDEX else reply.missing_from
-        return Reservation(
-            reply.reservation, first, packed[first * HASH_BYTES :], reply.wants, missing_from, reply.grants
-        )
-
-    def _abort(self, reservation: Reservation, blocks: Sequence[int] | None, timeout_s: float | None = None) -> None:
-        if not reservation.number:
-            return
-        hashes = reservation.hashes
-        chosen = b"" if blocks is None else b"".join(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in blocks)
-        try:
-            deadline = self.client.deadline(timeout_s)
-            self.client.meta.call(AbortRequest(reservation.number, chosen), Done, deadline, again=False)
-        except UnavailableError:
-            pass  # the reservation runs out by itself
-
-    def _slice(self, hashes: HashesLike, first: int, buffers: int, buffers_max: int) -> bytes:
+    def _slice(self, hashes: HashesLike, first: int, buffers: int) -> bytes:
         packed = pack_hashes(hashes, MATCH_BLOCKS_MAX)
         blocks = len(packed) // HASH_BYTES
-        if not 1 <= buffers <= buffers_max:
-            raise UsageError(f"{buffers} buffers in one call; give from 1 to {buffers_max}")
+        if not buffers:
+            raise UsageError("no buffers given; a call moves at least one block")
         if first < 0 or first + buffers > blocks:
             raise InvalidHashError(f"first={first} and {buffers} buffers reach beyond the {blocks} hashes given")
         return packed[: (first + buffers) * HASH_BYTES]

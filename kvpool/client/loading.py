@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from kvpool.client.results import LoadResult
 from kvpool.core.directory import MissReason
 from kvpool.core.errors import DeadlineError, KvpoolError, UsageError
+from kvpool.core.keys import select_hashes
 from kvpool.core.limits import HASH_BYTES
 from kvpool.transport import ReadBatch, ReadStatus, Transport
-from kvpool.transport.base import Pieces
+from kvpool.transport.blocks import Blocks
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.wire.messages import Done, LocateReply, LocateRequest, ReportBadRequest, unpack
 
@@ -44,16 +45,15 @@ class _Copies:
 def load_blocks(
     keyspace: "Keyspace",
     packed: bytes,
-    destinations: list[Pieces],
+    destinations: Blocks,
     first: int,
     shard: int,
-    lease_ms: int,
     deadline: Deadline,
 ) -> LoadResult:
     """See `Keyspace.load`; ``packed`` ends with the last block wanted."""
     client = keyspace.client
     try:
-        reply = _locate(keyspace, packed, first, shard, lease_ms, deadline)
+        reply = _locate(keyspace, packed, first, shard, deadline)
     except UsageError:
         raise
     except KvpoolError as error:
@@ -67,11 +67,9 @@ def load_blocks(
     return load.result()
 
 
-def _locate(
-    keyspace: "Keyspace", packed: bytes, first: int, shard: int, lease_ms: int, deadline: Deadline
-) -> LocateReply:
+def _locate(keyspace: "Keyspace", packed: bytes, first: int, shard: int, deadline: Deadline) -> LocateReply:
     meta = keyspace.client.meta
-    request = LocateRequest(keyspace.namespace.id, packed, first, shard, lease_ms, meta.topology.version)
+    request = LocateRequest(keyspace.namespace.id, packed, first, shard, 0, meta.topology.version)
     reply = keyspace.call(request, LocateReply, deadline)
     meta.learn(reply.topology)
     return reply
@@ -95,7 +93,7 @@ class _Load:
         self,
         keyspace: "Keyspace",
         hashes: bytes,
-        destinations: list[Pieces],
+        destinations: Blocks,
         shard: int,
         deadline: Deadline,
         why: MissReason,
@@ -147,23 +145,17 @@ class _Load:
         self._take(transport, number, copies, blocks, statuses)
 
     def _batch(self, segment_id: bytes, copies: _Copies, blocks: list[int]) -> ReadBatch:
-        hashes = self._hashes
-        contiguous = blocks[-1] - blocks[0] + 1 == len(blocks)
-        if contiguous:
-            packed = hashes[blocks[0] * HASH_BYTES : (blocks[-1] + 1) * HASH_BYTES]
-        else:
-            packed = b"".join(hashes[b * HASH_BYTES : (b + 1) * HASH_BYTES] for b in blocks)
         namespace = self._keyspace.namespace
         return ReadBatch(
             segment_id=segment_id,
             namespace_seed=namespace.seed,
             block_bytes=namespace.block_bytes,
             shard=self._shard,
-            hashes=packed,
+            hashes=select_hashes(self._hashes, blocks),
             slots=copies.slot,
             generations=copies.generation,
             checksums=copies.checksum,
-            destinations=[self._destinations[b] for b in blocks],
+            destinations=self._destinations.select(blocks),
         )
 
     def _take(self, transport: Transport, number: int, copies: _Copies, blocks: list[int], statuses: bytearray) -> None:

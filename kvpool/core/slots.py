@@ -111,7 +111,9 @@ class Slots:
     def writing(self, page: int, generation: int, owner: int) -> Slot | None:
         """The slot, if ``owner`` is still writing exactly this generation of it."""
         slot = self._find(page, generation)
-        return slot if slot is not None and slot.state == SlotState.WRITING and slot.owner == owner else None
+        if slot is None or slot.state != SlotState.WRITING or slot.owner != owner or slot.doomed:
+            return None
+        return slot
 
     def commit(self, slot: Slot) -> None:
         """The slot's bytes are complete and may be served; its writer has no more say."""
@@ -120,9 +122,12 @@ class Slots:
         slot.state = SlotState.COMMITTED
 
     def free(self, page: int, generation: int, *, rest: bool = False) -> bool:
-        """Free the slot if it still holds ``generation``; after quarantine with ``rest``. False if it does not."""
+        """Free the slot if it still holds ``generation``; after quarantine with ``rest``.
+
+        False if it does not, or was freed before and only waits for its readers or its rest to end.
+        """
         slot = self._find(page, generation)
-        if slot is None or slot.state == SlotState.QUARANTINED:
+        if slot is None or slot.doomed or slot.state == SlotState.QUARANTINED:
             return False
         self._disown(slot)
         if rest:

@@ -4,14 +4,14 @@ import re
 
 from kvpool.core.errors import UsageError
 
-_SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 _SIZES |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes in ``text``: an integer, or a number with B, KiB, MiB, GiB, TiB (or kB, MB, GB, TB).
+    """Bytes in ``text``: an integer, or a number with B, KiB, MiB, GiB, TiB, PiB (or kB, MB, GB, TB).
 
     Raises:
         UsageError: Anything else, ``64G`` included, since G may mean either.
@@ -38,7 +38,7 @@ def parse_duration(text: str | float) -> float:
 
 def format_size(size_bytes: int) -> str:
     """The size with the largest binary unit that keeps it at 1 or more: ``1.5 GiB``."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
+    for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
         if size_bytes >= _SIZES[unit]:
             return f"{size_bytes / _SIZES[unit]:.4g} {unit}"
     return f"{size_bytes} B"

@@ -4,7 +4,7 @@ Every front door (gRPC servicers, framed sessions) calls these methods; nothing 
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,9 @@ from kvpool.ops.settings import MetaSettings
 from kvpool.transport.wire.messages import NodeInfo, SegmentGrant, SegmentInfo, Topology, pack
 
 ORDERS_PER_MESSAGE = 1024
+GRANT_BLOCKS_MAX = 128
+GRANT_BYTES = 8 << 20
+"""Blocks and bytes of one grant: while a writer moves one, its node commits the one before and prepares the next."""
 
 log = get_logger(__name__)
 
@@ -115,14 +118,16 @@ class MetaService:
                 self._orders_changed.notify_all()
             above = parent if not first else hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES]
             chain = (above or bytes(HASH_BYTES)) + hashes[first * HASH_BYTES :]
+            step = _grant_blocks(self._directory.namespace(namespace_id).block_bytes)
             grants = [
                 SegmentGrant(
                     segment=number,
                     shard=shard,
-                    blocks=pack(share.indexes, "<u4"),
-                    grant=self._seal(number, shard, share, chain, namespace_id, result.reservation, ttl_s),
+                    blocks=pack(part.indexes, "<u4"),
+                    grant=self._seal(number, shard, part, chain, namespace_id, result.reservation, ttl_s),
                 )
                 for (number, shard), share in result.shares.items()
+                for part in _parts(share, step)
             ]
         return Reserved(result, grants)
 
@@ -351,6 +356,16 @@ class MetaService:
             victim_generations=pack([order.generation for order in share.victims], "<u8"),
         )
         return seal(grant, member.key)
+
+
+def _grant_blocks(block_bytes: int) -> int:
+    return max(1, min(GRANT_BLOCKS_MAX, GRANT_BYTES // block_bytes))
+
+
+def _parts(share: Share, step: int) -> Iterator[Share]:
+    """The share in grants of at most ``step`` blocks; the first one frees the victims."""
+    for start in range(0, len(share.indexes), step):
+        yield Share(share.indexes[start : start + step], share.victims if not start else [])
 
 
 def _checked_id(namespace_id: bytes) -> bytes:

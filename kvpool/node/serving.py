@@ -124,7 +124,7 @@ class DataSession:
         return self._store.end_receive(slot, generation, checksum)
 
     def _prepare(self, request: PrepareRequest, payload: Payload) -> Reply:
-        slots, generations = self._store.prepare(request.grant, self._owner, request.first, request.count)
+        slots, generations = self._store.prepare(request.grant, self._owner)
         return Reply(PrepareReply(slots.tobytes(), generations.tobytes()))
 
     def _seal(self, request: SealRequest, payload: Payload) -> Reply:

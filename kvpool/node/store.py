@@ -25,7 +25,7 @@ from kvpool.node.headers import HeaderFile, SlotHeader
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.segment import Segment
 from kvpool.transport.base import WriteStatus
-from kvpool.transport.copying import Bytes
+from kvpool.transport.blocks import Bytes
 
 
 class DirectoryLink(Protocol):

@@ -1,6 +1,7 @@
 """What a transport promises: moving batches of blocks between the caller's buffers and one node's slots."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -8,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.checksum import block_seeds
+from kvpool.core.keys import select_hashes
+from kvpool.transport.blocks import Blocks
 from kvpool.transport.deadline import Deadline
-
-Pieces = list[memoryview]
-"""One block's bytes in the caller's memory: flat byte views, in order, together exactly the block's length."""
 
 
 class ReadStatus(IntEnum):
@@ -28,7 +28,7 @@ class ReadStatus(IntEnum):
 
 
 class WriteStatus(IntEnum):
-    """What became of one shard of a write."""
+    """What became of one block of a write."""
 
     COMMITTED = 0
     STALE = 1
@@ -54,7 +54,7 @@ class ReadBatch:
         slots: uint32 each.
         generations: uint64 each.
         checksums: uint64 each, as the directory gave them.
-        destinations: Writable pieces a block, the caller's; the transport writes only into these.
+        destinations: The caller's writable memory; the transport writes only into it.
     """
 
     segment_id: bytes
@@ -65,7 +65,7 @@ class ReadBatch:
     slots: NDArray[np.uint32]
     generations: NDArray[np.uint64]
     checksums: NDArray[np.uint64]
-    destinations: list[Pieces]
+    destinations: Blocks
 
     def seeds(self) -> list[int]:
         """Checksum seed of each block."""
@@ -74,7 +74,7 @@ class ReadBatch:
 
 @dataclass(frozen=True, slots=True)
 class WriteBatch:
-    """Shards of one grant to write.
+    """The blocks of one grant to write.
 
     Attributes:
         grant: The sealed grant, for the node.
@@ -84,7 +84,7 @@ class WriteBatch:
         block_bytes: Length of each.
         shard: Which shard of them.
         hashes: Their hashes, packed, in the grant's order.
-        sources: Pieces a block, read only; the caller must not change them before the call returns.
+        sources: The caller's memory, only read; the caller must not change it before the call returns.
     """
 
     grant: bytes
@@ -94,11 +94,12 @@ class WriteBatch:
     block_bytes: int
     shard: int
     hashes: bytes
-    sources: list[Pieces]
+    sources: Blocks
 
-    def seeds(self, generations: NDArray[np.uint64]) -> list[int]:
-        """Checksum seed of each block, once the node has given the generations."""
-        return block_seeds(self.namespace_seed, self.hashes, self.shard, generations, self.block_bytes)
+    def seeds(self, generations: NDArray[np.uint64], blocks: Sequence[int]) -> list[int]:
+        """Checksum seeds of ``blocks`` (indexes, ascending), once the node has given their generations."""
+        hashes = select_hashes(self.hashes, blocks)
+        return block_seeds(self.namespace_seed, hashes, self.shard, generations, self.block_bytes)
 
 
 class Transport(ABC):
@@ -116,8 +117,8 @@ class Transport(ABC):
         """Read the batch's blocks; one `ReadStatus` each, by ``deadline``."""
 
     @abstractmethod
-    def write(self, batch: WriteBatch, deadline: Deadline) -> bytearray:
-        """Prepare, write and commit the batch's shards; one `WriteStatus` each, by ``deadline``."""
+    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
+        """Prepare, write and commit the blocks of some grants; one `WriteStatus` each, by ``deadline``."""
 
     @abstractmethod
     def close(self) -> None:

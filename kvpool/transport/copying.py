@@ -3,50 +3,55 @@
 NumPy's copy and xxhash both release the interpreter lock, so other threads of an engine go on meanwhile.
 """
 
+import itertools
+from collections.abc import Iterator
+
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvpool.transport.base import Pieces
+from kvpool.core.limits import PAGE_BYTES
+from kvpool.transport.blocks import Blocks, Bytes, Pieces
 
 CHUNK_BYTES = 256 << 10
 """Copied, then hashed: small enough to stay in the second-level cache, large enough to make calls cheap."""
 
-Bytes = NDArray[np.uint8]
+
+def load_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds: list[int]) -> list[int]:
+    """Copy slots of a mapped segment into the caller's blocks; the checksum of each block in its destination.
+
+    The slots must lie within ``payload``.
+    """
+    length, whole = blocks.block_bytes, blocks.whole
+    if whole is None:
+        sources = (payload[slot * PAGE_BYTES :][:length] for slot in slots.tolist())
+        return [_scatter(source, blocks.pieces(i), seeds[i]) for i, source in enumerate(sources)]
+    checksums: list[int] = []
+    for first, end, start in _runs(slots, length):
+        source = payload[start : start + (end - first) * length]
+        checksums += _copy_run(whole[first * length : end * length], source, length, seeds[first:end])
+    return checksums
 
 
-def as_array(view: memoryview) -> Bytes:
-    """The same memory as a flat array."""
-    return np.frombuffer(view, np.uint8)
+def store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds: list[int]) -> list[int]:
+    """Copy the caller's blocks into slots of a mapped segment; the checksum of each block in its slot.
+
+    The slots must lie within ``payload`` and belong to the caller.
+    """
+    length, whole = blocks.block_bytes, blocks.whole
+    if whole is None:
+        destinations = (payload[slot * PAGE_BYTES :][:length] for slot in slots.tolist())
+        return [_gather(blocks.pieces(i), destination, seeds[i]) for i, destination in enumerate(destinations)]
+    checksums: list[int] = []
+    for first, end, start in _runs(slots, length):
+        destination = payload[start : start + (end - first) * length]
+        checksums += _copy_run(destination, whole[first * length : end * length], length, seeds[first:end])
+    return checksums
 
 
-def scatter(source: Bytes, pieces: Pieces, seed: int) -> int:
-    """Copy ``source`` over the pieces; the checksum of what the pieces hold then."""
-    if len(pieces) == 1 and len(source) <= CHUNK_BYTES:
-        destination = np.frombuffer(pieces[0], np.uint8)
-        np.copyto(destination, source)
-        return xxhash.xxh3_64_intdigest(destination.data, seed)
-    digest = xxhash.xxh3_64(seed=seed)
-    start = 0
-    for piece in pieces:
-        end = start + len(piece)
-        _copy_chunks(np.frombuffer(piece, np.uint8), source[start:end], digest)
-        start = end
-    return digest.intdigest()
-
-
-def gather(pieces: Pieces, destination: Bytes, seed: int) -> int:
-    """Copy the pieces into ``destination``; the checksum of what it holds then."""
-    if len(pieces) == 1 and len(destination) <= CHUNK_BYTES:
-        np.copyto(destination, np.frombuffer(pieces[0], np.uint8))
-        return xxhash.xxh3_64_intdigest(destination.data, seed)
-    digest = xxhash.xxh3_64(seed=seed)
-    start = 0
-    for piece in pieces:
-        end = start + len(piece)
-        _copy_chunks(destination[start:end], np.frombuffer(piece, np.uint8), digest)
-        start = end
-    return digest.intdigest()
+def fits(payload: Bytes, slots: NDArray[np.uint32], length: int) -> bool:
+    """Whether blocks of ``length`` bytes in these slots lie within ``payload``."""
+    return not len(slots) or int(slots.max()) * PAGE_BYTES + length <= len(payload)
 
 
 def checksum(pieces: Pieces, seed: int) -> int:
@@ -56,6 +61,64 @@ def checksum(pieces: Pieces, seed: int) -> int:
     digest = xxhash.xxh3_64(seed=seed)
     for piece in pieces:
         digest.update(piece)
+    return digest.intdigest()
+
+
+def checksums_side_by_side(view: memoryview, length: int, seeds: list[int]) -> list[int]:
+    """The checksums of blocks of ``length`` bytes that lie side by side in ``view``."""
+    digest = xxhash.xxh3_64_intdigest
+    return [digest(view[i * length : (i + 1) * length], seed) for i, seed in enumerate(seeds)]
+
+
+def _runs(slots: NDArray[np.uint32], length: int) -> Iterator[tuple[int, int, int]]:
+    """(first, end, byte offset) of the stretches of ``slots`` in which each begins where the one before it ends."""
+    pages, rest = divmod(length, PAGE_BYTES)
+    steps = np.diff(slots.astype(np.int64))
+    cuts = range(1, len(slots)) if rest else (np.flatnonzero(steps != pages) + 1).tolist()
+    for first, end in itertools.pairwise([0, *cuts, len(slots)]):
+        yield first, end, int(slots[first]) * PAGE_BYTES
+
+
+def _copy_run(destination: Bytes, source: Bytes, length: int, seeds: list[int]) -> list[int]:
+    """Copy neighbouring blocks, a chunk at a time; the checksum of each in ``destination``."""
+    checksums: list[int] = []
+    step = CHUNK_BYTES // length
+    if not step:
+        for i, seed in enumerate(seeds):
+            digest = xxhash.xxh3_64(seed=seed)
+            _copy_chunks(destination[i * length : (i + 1) * length], source[i * length : (i + 1) * length], digest)
+            checksums.append(digest.intdigest())
+        return checksums
+    for first in range(0, len(seeds), step):
+        part = slice(first * length, (first + step) * length)
+        np.copyto(destination[part], source[part])
+        checksums += checksums_side_by_side(destination[part].data, length, seeds[first : first + step])
+    return checksums
+
+
+def _scatter(source: Bytes, pieces: Pieces, seed: int) -> int:
+    """Copy ``source`` over the pieces; the checksum of what the pieces hold then."""
+    if len(pieces) == 1 and len(source) <= CHUNK_BYTES:
+        np.copyto(np.frombuffer(pieces[0], np.uint8), source)
+        return xxhash.xxh3_64_intdigest(pieces[0], seed)
+    digest = xxhash.xxh3_64(seed=seed)
+    start = 0
+    for piece in pieces:
+        _copy_chunks(np.frombuffer(piece, np.uint8), source[start : start + len(piece)], digest)
+        start += len(piece)
+    return digest.intdigest()
+
+
+def _gather(pieces: Pieces, destination: Bytes, seed: int) -> int:
+    """Copy the pieces into ``destination``; the checksum of what it holds then."""
+    if len(pieces) == 1 and len(destination) <= CHUNK_BYTES:
+        np.copyto(destination, np.frombuffer(pieces[0], np.uint8))
+        return xxhash.xxh3_64_intdigest(destination.data, seed)
+    digest = xxhash.xxh3_64(seed=seed)
+    start = 0
+    for piece in pieces:
+        _copy_chunks(destination[start : start + len(piece)], np.frombuffer(piece, np.uint8), digest)
+        start += len(piece)
     return digest.intdigest()
 
 

@@ -3,6 +3,7 @@
 import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 
 from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.core.limits import PAGE_BYTES
-from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus
-from kvpool.transport.copying import Bytes, gather, scatter
+from kvpool.transport.base import ReadBatch, Transport, WriteBatch, WriteStatus
+from kvpool.transport.blocks import Bytes
+from kvpool.transport.copying import store_slots
 from kvpool.transport.deadline import Deadline
+from kvpool.transport.shm import read_mapped
 
 
 class LocalStore(Protocol):
@@ -70,32 +72,31 @@ class InprocTransport(Transport):
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`."""
         del deadline  # bounded by the copies themselves
-        payload, length = self._store.payload(batch.segment_id), batch.block_bytes
-        rows = zip(batch.slots.tolist(), batch.checksums.tolist(), batch.seeds(), batch.destinations, strict=True)
-        return bytearray(
-            ReadStatus.OK
-            if scatter(payload[slot * PAGE_BYTES :][:length], pieces, seed) == checksum
-            else ReadStatus.BAD
-            for slot, checksum, seed, pieces in rows
-        )
+        return read_mapped(self._store.payload(batch.segment_id), batch)
 
-    def write(self, batch: WriteBatch, deadline: Deadline) -> bytearray:
+    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
-        try:
-            deadline.left_s()
-            slots, generations = self._store.prepare(batch.grant, self._owner)
-            payload, seeds = self._store.payload(batch.segment_id), batch.seeds(generations)
-            checksums = np.zeros(len(slots), np.uint64)
-            for i, slot in enumerate(slots.tolist()):
-                if slot != NO_SLOT:
-                    start = slot * PAGE_BYTES
-                    checksums[i] = gather(batch.sources[i], payload[start : start + batch.block_bytes], seeds[i])
-            return bytearray(
-                self._store.seal(batch.segment_id, batch.reservation, self._owner, slots, generations, checksums)
-            )
-        except KvpoolError:
-            return bytearray([WriteStatus.FAILED]) * len(batch.sources)
+        return [self._write_one(batch, deadline) for batch in batches]
 
     def close(self) -> None:
         """See `Transport.close`."""
         self._store.drop_owner(self._owner)
+
+    def _write_one(self, batch: WriteBatch, deadline: Deadline) -> bytearray:
+        statuses = bytearray([WriteStatus.NO_SLOT]) * len(batch.sources)
+        try:
+            deadline.left_s()
+            slots, generations = self._store.prepare(batch.grant, self._owner)
+            ready = np.flatnonzero(slots != NO_SLOT)
+            blocks = ready.tolist()
+            if not blocks:
+                return statuses
+            slots, generations = slots[ready], generations[ready]
+            payload, seeds = self._store.payload(batch.segment_id), batch.seeds(generations, blocks)
+            checksums = np.array(store_slots(payload, slots, batch.sources.select(blocks), seeds), np.uint64)
+            done = self._store.seal(batch.segment_id, batch.reservation, self._owner, slots, generations, checksums)
+        except KvpoolError:
+            return bytearray([WriteStatus.FAILED]) * len(batch.sources)
+        for block, status in zip(blocks, done, strict=True):
+            statuses[block] = status
+        return statuses

@@ -66,7 +66,7 @@ class ConnectionPool:
         if connection.closed:
             return
         with self._lock:
-            if not self._closed and len(self._idle) < IDLE_MAX:
+            if not self._closed and not connection.waits and len(self._idle) < IDLE_MAX:
                 self._idle.append(connection)
                 return
         connection.close()

@@ -9,7 +9,7 @@ import ctypes
 import os
 import threading
 
-from kvpool.transport.copying import Bytes
+from kvpool.transport.blocks import Bytes
 
 CHUNK_BYTES = 16 << 20
 _MADV_POPULATE_READ = 22

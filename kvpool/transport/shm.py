@@ -8,28 +8,21 @@ node takes them back when it closes.
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, UnavailableError
-from kvpool.core.limits import PAGE_BYTES
-from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus
-from kvpool.transport.copying import Bytes, gather, scatter
+from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
+from kvpool.transport.blocks import Bytes
+from kvpool.transport.copying import fits, load_slots, store_slots
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.populate import Populator
-from kvpool.transport.wire.connection import Connection
-from kvpool.transport.wire.messages import (
-    AttachReply,
-    AttachRequest,
-    PrepareReply,
-    PrepareRequest,
-    SealRequest,
-    Statuses,
-    pack,
-    unpack,
-)
+from kvpool.transport.wire.connection import Buffers
+from kvpool.transport.wire.messages import AttachReply, AttachRequest, Message, SealRequest, pack
+from kvpool.transport.writing import write_grants
 
 
 class _Mapping:
@@ -65,6 +58,17 @@ class _Mapping:
         self._writable = None
 
 
+def read_mapped(payload: Bytes, batch: ReadBatch) -> bytearray:
+    """Copy the batch's blocks out of a mapped segment; one `ReadStatus` each."""
+    if not fits(payload, batch.slots, batch.block_bytes):
+        return bytearray([ReadStatus.BAD]) * len(batch.destinations)
+    found = load_slots(payload, batch.slots, batch.destinations, batch.seeds())
+    expected = batch.checksums.tolist()
+    if found == expected:
+        return bytearray(len(found))
+    return bytearray(ReadStatus.OK if f == e else ReadStatus.BAD for f, e in zip(found, expected, strict=True))
+
+
 class ShmTransport(Transport):
     """Mapped shared memory of a node on this host, reached through its Unix socket (``shm:///path``)."""
 
@@ -80,31 +84,29 @@ class ShmTransport(Transport):
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`; the time it takes is bounded by the copies themselves."""
-        statuses = bytearray(len(batch.destinations))
         try:
-            segment = self._mapping(batch.segment_id, deadline)
-        except (KvpoolError, OSError):
-            return bytearray([ReadStatus.FAILED]) * len(statuses)
-        payload, length = segment.readable, batch.block_bytes
-        rows = zip(batch.slots.tolist(), batch.checksums.tolist(), batch.seeds(), batch.destinations, strict=True)
-        for i, (slot, checksum, seed, pieces) in enumerate(rows):
-            start = slot * PAGE_BYTES
-            source = payload[start : start + length]
-            if len(source) != length or scatter(source, pieces, seed) != checksum:
-                statuses[i] = ReadStatus.BAD
-        return statuses
-
-    def write(self, batch: WriteBatch, deadline: Deadline) -> bytearray:
-        """See `Transport.write`."""
-        failed = bytearray([WriteStatus.FAILED]) * len(batch.sources)
-        try:
-            segment = self._mapping(batch.segment_id, deadline)
-            with self._connections.connection(deadline.left_s()) as connection:
-                return self._write_on(connection, segment, batch, deadline)
+            payload = self._mapping(batch.segment_id, deadline).readable
         except ClosedError:
             raise
         except (KvpoolError, OSError):
-            return failed
+            return bytearray([ReadStatus.FAILED]) * len(batch.destinations)
+        return read_mapped(payload, batch)
+
+    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
+        """See `Transport.write`."""
+
+        def move(
+            batch: WriteBatch, blocks: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]
+        ) -> tuple[Message, Buffers]:
+            payload = self._mapping(batch.segment_id, deadline).writable()
+            if not fits(payload, slots, batch.block_bytes):
+                raise ProtocolError("the node prepared slots outside its own segment")
+            seeds = batch.seeds(generations, blocks)
+            checksums = store_slots(payload, slots, batch.sources.select(blocks), seeds)
+            where = (slots.tobytes(), generations.tobytes(), pack(checksums, "<u8"))
+            return SealRequest(batch.segment_id, batch.reservation, *where), ()
+
+        return write_grants(self._connections, batches, move, deadline)
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -113,26 +115,6 @@ class ShmTransport(Transport):
             for mapping in self._mappings.values():
                 mapping.close()
             self._mappings.clear()
-
-    def _write_on(self, connection: Connection, segment: _Mapping, batch: WriteBatch, deadline: Deadline) -> bytearray:
-        count = len(batch.sources)
-        prepared = connection.call(PrepareRequest(batch.grant, 0, count), PrepareReply, deadline.left_s())
-        slots = unpack("slots", prepared.slots, "<u4", count)
-        generations = unpack("generations", prepared.generations, "<u8", count)
-        seeds = batch.seeds(generations)
-        checksums = np.zeros(count, np.uint64)
-        payload, length = segment.writable(), batch.block_bytes
-        for i, slot in enumerate(slots.tolist()):
-            start = slot * PAGE_BYTES
-            if slot == NO_SLOT:
-                continue
-            if start + length > segment.size_bytes:
-                raise ProtocolError(f"the node prepared slot {slot}, outside its own segment")
-            checksums[i] = gather(batch.sources[i], payload[start : start + length], seeds[i])
-        request = SealRequest(
-            batch.segment_id, batch.reservation, prepared.slots, prepared.generations, pack(checksums, "<u8")
-        )
-        return bytearray(connection.call(request, Statuses, deadline.left_s()).statuses)
 
     def _mapping(self, segment_id: bytes, deadline: Deadline) -> _Mapping:
         mapping = self._mappings.get(segment_id)

@@ -4,32 +4,21 @@ Two-sided: the node pins a slot while it sends it and receives written bytes its
 change, and the checksum over the destination guards the way. Large batches are split over several streams.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.core.checksum import block_seeds
-from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError
-from kvpool.core.limits import HASH_BYTES
-from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus
-from kvpool.transport.copying import checksum
+from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
+from kvpool.transport.copying import CHUNK_BYTES, checksum, checksums_side_by_side
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
-from kvpool.transport.wire.connection import Connection
-from kvpool.transport.wire.messages import (
-    PrepareReply,
-    PrepareRequest,
-    ReadReply,
-    ReadRequest,
-    Statuses,
-    WriteRequest,
-    pack,
-    unpack,
-)
+from kvpool.transport.wire.connection import Buffers, Connection
+from kvpool.transport.wire.messages import Message, ReadReply, ReadRequest, WriteRequest, pack, unpack
+from kvpool.transport.writing import write_grants
 
 STREAM_BYTES_MIN = 1 << 20
 """Less than this is not worth another stream."""
@@ -58,13 +47,15 @@ class TcpTransport(Transport):
 
         return self._spread(len(batch.destinations), batch.block_bytes, part, ReadStatus.FAILED)
 
-    def write(self, batch: WriteBatch, deadline: Deadline) -> bytearray:
+    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
-
-        def part(start: int, end: int) -> bytearray:
-            return self._write_part(batch, start, end, deadline)
-
-        return self._spread(len(batch.sources), batch.block_bytes, part, WriteStatus.FAILED)
+        streams = min(self._streams, len(batches))
+        if streams <= 1 or self._workers is None:
+            return write_grants(self._connections, batches, _ready, deadline)
+        parts = [batches[i::streams] for i in range(streams)]
+        others = [self._workers.submit(write_grants, self._connections, part, _ready, deadline) for part in parts[1:]]
+        done = [write_grants(self._connections, parts[0], _ready, deadline), *(other.result() for other in others)]
+        return [done[i % streams][i // streams] for i in range(len(batches))]
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -99,22 +90,6 @@ class TcpTransport(Transport):
             pass  # what had arrived is verified; the rest stays FAILED
         return statuses
 
-    def _write_part(self, batch: WriteBatch, start: int, end: int, deadline: Deadline) -> bytearray:
-        statuses = bytearray([WriteStatus.NO_SLOT]) * (end - start)
-        step = max(1, REQUEST_BYTES_MAX // batch.block_bytes)
-        with self._connections.connection(deadline.left_s()) as connection:
-            request = PrepareRequest(batch.grant, start, end - start)
-            prepared = connection.call(request, PrepareReply, deadline.left_s())
-            slots = unpack("slots", prepared.slots, "<u4", end - start)
-            generations = unpack("generations", prepared.generations, "<u8", end - start)
-            ready = np.flatnonzero(slots != NO_SLOT)
-            for first in range(0, len(ready), step):
-                some = ready[first : first + step]
-                done = _write_on(connection, batch, start, some, slots, generations, deadline)
-                for i, status in zip(some.tolist(), done, strict=True):
-                    statuses[i] = status
-        return statuses
-
 
 def _read_on(
     connection: Connection,
@@ -130,44 +105,55 @@ def _read_on(
     request = ReadRequest(
         batch.segment_id, batch.slots[some].tobytes(), batch.generations[some].tobytes(), batch.block_bytes
     )
-    reply, payload_bytes = connection.begin(request, ReadReply, deadline.left_s())
-    present = unpack("present", reply.present, "u1", len(blocks)).tolist()
-    if payload_bytes != sum(present) * batch.block_bytes:
+    connection.post(request, deadline.left_s())
+    reply, payload_bytes = connection.begin(ReadReply, deadline.left_s())
+    present = unpack("present", reply.present, "u1", len(blocks))
+    arriving = [blocks[i] for i in np.flatnonzero(present).tolist()]
+    if payload_bytes != len(arriving) * batch.block_bytes:
         connection.close()
-        raise ProtocolError(f"{connection.uri} sends {payload_bytes} bytes for {sum(present)} blocks")
-    expected = batch.checksums[some].tolist()
-    for i, here, wanted in zip(blocks, present, expected, strict=True):
-        if not here:
-            statuses[i - offset] = ReadStatus.GONE
-            continue
-        connection.take(batch.destinations[i])
-        arrived = checksum(batch.destinations[i], seeds[i])
-        statuses[i - offset] = ReadStatus.OK if arrived == wanted else ReadStatus.BAD
+        raise ProtocolError(f"{connection.uri} sends {payload_bytes} bytes for {len(arriving)} blocks")
+    for block in blocks:
+        statuses[block - offset] = ReadStatus.GONE
+    for block in arriving:
+        statuses[block - offset] = ReadStatus.FAILED
+    expected = batch.checksums.tolist()
+    for taken, checksums in _take(connection, batch, seeds, arriving):
+        for block, arrived in zip(taken, checksums, strict=True):
+            statuses[block - offset] = ReadStatus.OK if arrived == expected[block] else ReadStatus.BAD
 
 
-def _write_on(
-    connection: Connection,
-    batch: WriteBatch,
-    start: int,
-    some: NDArray[np.int64],
-    slots: NDArray[np.uint32],
-    generations: NDArray[np.uint64],
-    deadline: Deadline,
-) -> bytes:
-    """Write and commit blocks ``start + some`` in one exchange."""
-    part = batch.hashes[start * HASH_BYTES : (start + len(slots)) * HASH_BYTES]
-    seeds = block_seeds(batch.namespace_seed, part, batch.shard, generations, batch.block_bytes)
-    blocks = some.tolist()
-    sources = [batch.sources[start + i] for i in blocks]
-    request = WriteRequest(
-        batch.segment_id,
-        batch.reservation,
-        slots[some].tobytes(),
-        generations[some].tobytes(),
-        pack([checksum(pieces, seeds[i]) for i, pieces in zip(blocks, sources, strict=True)], "<u8"),
-    )
-    payload = [piece for pieces in sources for piece in pieces]
-    return connection.call(request, Statuses, deadline.left_s(), payload).statuses
+def _take(
+    connection: Connection, batch: ReadBatch, seeds: list[int], blocks: list[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Receive blocks in their order, some at a time; which, and the checksums of what their destinations hold."""
+    length, destinations = batch.block_bytes, batch.destinations
+    step = max(1, CHUNK_BYTES // length)
+    for first in range(0, len(blocks), step):
+        some = blocks[first : first + step]
+        part = destinations.select(some)
+        if part.whole is not None:
+            connection.take([part.whole.data])
+            yield some, checksums_side_by_side(part.whole.data, length, [seeds[b] for b in some])
+        else:
+            pieces = [part.pieces(i) for i in range(len(some))]
+            connection.take([piece for block in pieces for piece in block])
+            yield some, [checksum(p, seeds[b]) for p, b in zip(pieces, some, strict=True)]
+
+
+def _ready(
+    batch: WriteBatch, blocks: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]
+) -> tuple[Message, Buffers]:
+    """See `writing.Move`: the payload goes out straight from the caller's memory."""
+    seeds, sources = batch.seeds(generations, blocks), batch.sources.select(blocks)
+    if sources.whole is not None:
+        payload = [sources.whole.data]
+        checksums = checksums_side_by_side(payload[0], batch.block_bytes, seeds)
+    else:
+        pieces = [sources.pieces(i) for i in range(len(blocks))]
+        payload = [piece for block in pieces for piece in block]
+        checksums = [checksum(block, seed) for block, seed in zip(pieces, seeds, strict=True)]
+    where = (slots.tobytes(), generations.tobytes(), pack(checksums, "<u8"))
+    return WriteRequest(batch.segment_id, batch.reservation, *where), payload
 
 
 def _or_failed(part: Callable[[int, int], bytearray], start: int, end: int, failed: int) -> bytearray:

@@ -243,12 +243,14 @@ class DirectoryModel:
         before, ordered = inspect(self.directory), self.ordered(segment)
         free_bytes = self.directory.segment(segment.number).free_bytes
         wanted = self.directory.announce(segment.segment_id, namespace.id, [s.announced for s in slots])
+        copies: set[tuple[bytes, int]] = set()
         for slot, is_wanted in zip(slots, wanted, strict=True):
             self.unannounced[segment.segment_id].discard((slot.slot, slot.generation))
             if (slot.slot, slot.generation) in ordered:
                 assert not is_wanted, "a freed block is not resurrected"
             elif (namespace.id, slot.hash) not in before and free_bytes >= slot.size_bytes * len(slots):
-                assert is_wanted, "what the pool lost comes back"
+                assert is_wanted == ((slot.hash, slot.shard) not in copies), "what the pool lost comes back, once"
+                copies.add((slot.hash, slot.shard))
             if not is_wanted:
                 segment.free(slot.slot, slot.generation)
 

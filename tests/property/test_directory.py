@@ -7,6 +7,7 @@ the order of eviction is checked against the directory's tables, through `inspec
 from collections import defaultdict
 from itertools import product
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
@@ -254,5 +255,6 @@ class RelaxedDirectoryMachine(DirectoryMachine):
     age_slack = 0.05
 
 
-TestDirectory = DirectoryMachine.TestCase
-TestRelaxedDirectory = RelaxedDirectoryMachine.TestCase
+# Shrinking a failure takes longer than a test may.
+TestDirectory = pytest.mark.timeout(900)(DirectoryMachine.TestCase)
+TestRelaxedDirectory = pytest.mark.timeout(900)(RelaxedDirectoryMachine.TestCase)

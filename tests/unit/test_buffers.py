@@ -34,7 +34,7 @@ def loaded_into(*buffers):
 
 def refusal(buffer, *, writable=True):
     with pytest.raises(InvalidBufferError) as caught:
-        pieces_of([bytearray(BLOCK_BYTES), buffer], BLOCK_BYTES, writable=writable)
+        blocks_of([bytearray(BLOCK_BYTES), buffer], BLOCK_BYTES, writable=writable)
     return str(caught.value)
 
 

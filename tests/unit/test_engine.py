@@ -46,7 +46,7 @@ class DictPool:
         with self.lock:
             return Answer(blocks=self._leading(split_hashes(hashes)))
 
-    def load(self, hashes: bytes, buffers, *, first: int, lease_s: float) -> Answer:
+    def load(self, hashes: bytes, buffers, *, first: int) -> Answer:
         with self.lock:
             self.most_blocks = max(self.most_blocks, len(buffers))
             end = min(self._leading(split_hashes(hashes)), first + len(buffers), first + self.deliver_max)

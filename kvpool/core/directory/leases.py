@@ -31,13 +31,13 @@ class LeaseLedger:
         return self._charges.get(row, (0, 0))[1]
 
     def grant(self, row: int, size_bytes: int, until_us: int) -> None:
-        """Lease the chain that ends in ``row``; a longer lease on the same block replaces a shorter one."""
+        """Lease the chain that ends in ``row``; of two leases on one block the later end and the larger charge count."""
         old_until_us, old_bytes = self._charges.get(row, (0, 0))
-        if until_us <= old_until_us:
-            return
-        self.held_bytes += size_bytes - old_bytes
-        self._charges[row] = (until_us, size_bytes)
-        heappush(self._expiry, (until_us, row))
+        charged_bytes = max(old_bytes, size_bytes)
+        self.held_bytes += charged_bytes - old_bytes
+        self._charges[row] = (max(old_until_us, until_us), charged_bytes)
+        if until_us > old_until_us:
+            heappush(self._expiry, (until_us, row))
 
     def drop(self, row: int) -> None:
         """The block is gone, or its lease has run out."""

@@ -120,8 +120,11 @@ def _within_cap(
     if state.placements.used_bytes <= state.config.pressure * capacity_bytes:
         return matched
     state.leases.expire(now_us)
-    row = index[_hash_at(hashes, matched - 1)]
-    spare_bytes = int(state.config.lease_cap * capacity_bytes) - state.leases.held_bytes + state.leases.charge(row)
+    spare_bytes = int(state.config.lease_cap * capacity_bytes) - state.leases.held_bytes
+    charged_bytes = state.leases.charge(index[_hash_at(hashes, matched - 1)])
+    if (matched - first) * _block_bytes(entry) <= spare_bytes + charged_bytes:
+        return matched
+    # A shorter match leases another block: what this one is charged already stays charged.
     allowed = min(matched, first + max(0, spare_bytes // _block_bytes(entry)))
     if allowed < matched:
         state.counts["matches_shortened"] += 1

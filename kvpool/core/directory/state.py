@@ -97,7 +97,8 @@ class DirectoryState:
 
     def remove_block(self, row: int, reason: MissReason) -> None:
         """Take the block out with all its placements, ordering their nodes to free the slots."""
-        rest = self.blocks.hold_us(row) > self.now_us()
+        # A lease on a block below covers this one too.
+        rest = self.blocks.first_child[row] != NIL or self.blocks.hold_us(row) > self.now_us()
         for placement in self.placements.of_block(row):
             self._order_free(placement, rest=rest)
             self.placements.remove(placement, self._slot_bytes(row))
@@ -133,7 +134,8 @@ class DirectoryState:
 
     def _forget(self, row: int, reason: MissReason) -> None:
         blocks = self.blocks
-        self.tombstones.bury(blocks.namespace[row], blocks.hash[row], reason, self.now_us())
+        if reason != MissReason.COLD:  # it found no room: why it left before still holds
+            self.tombstones.bury(blocks.namespace[row], blocks.hash[row], reason, self.now_us())
         self.reservations.release(row)
         self.leases.drop(row)
         self.chains.remove(row)

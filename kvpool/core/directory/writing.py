@@ -217,4 +217,3 @@ def _missing_ancestor(state: DirectoryState, index: Index, hashes: bytes, first:
         if hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES] not in index:
             return block
     return None
-

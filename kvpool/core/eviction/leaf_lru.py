@@ -38,7 +38,7 @@ class LeafLru:
     def first(self, segment: int, now_us: int) -> Candidate | None:
         """See `EvictionPolicy.first`."""
         queues = self._queues(segment)
-        self._wake_held(queues, now_us)
+        self._wake_held(queues, segment, now_us)
         for rank in (DORMANT, VISIBLE):
             row = self._oldest(queues, rank, segment, now_us)
             if row != NIL:
@@ -61,12 +61,13 @@ class LeafLru:
                 return row
         return NIL
 
-    def _wake_held(self, queues: _Queues, now_us: int) -> None:
+    def _wake_held(self, queues: _Queues, segment: int, now_us: int) -> None:
         blocks, held = self._blocks, queues.held
         while held and held[0] >> _ROW_BITS <= now_us:
-            entry = heappop(held)
-            row = entry & _ROW_MASK
-            if blocks.queued_at_us[row] == entry >> _ROW_BITS and self._rank(row) is not None:
+            held_us, row = held[0] >> _ROW_BITS, held[0] & _ROW_MASK
+            heappop(held)
+            is_current = blocks.queued_at_us[row] == held_us and blocks.home_segment[row] == segment
+            if is_current and self._rank(row) is not None:
                 self._push_by_use(queues, row)
 
     def _rank(self, row: int) -> int | None:

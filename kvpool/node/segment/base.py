@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from kvpool.transport.copying import Bytes
+from kvpool.transport.blocks import Bytes
 
 
 class Segment(Protocol):

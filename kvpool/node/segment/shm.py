@@ -16,7 +16,7 @@ from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.units import format_size
 from kvpool.ops.logging import get_logger
-from kvpool.transport.copying import Bytes
+from kvpool.transport.blocks import Bytes
 from kvpool.transport.populate import Populator
 
 HUGE_PAGES_STATE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")

@@ -7,6 +7,7 @@ itself; nothing else is safe.
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -131,7 +132,7 @@ class FramedSocket:
 
 
 class Connection:
-    """The calling side: a request goes out, its reply comes back, or the connection is closed.
+    """The calling side: requests go out, their replies come back in order, or the connection is closed.
 
     Not thread-safe; `Pool` hands each caller its own.
 
@@ -148,6 +149,7 @@ class Connection:
     def __init__(self, uri: str, principal: str, timeout_s: float) -> None:
         self.uri = uri
         self._correlation = 0
+        self._posted: deque[int] = deque()
         self._deadline_s = time.monotonic() + timeout_s
         self._framed = FramedSocket(_dial(uri, timeout_s))
         self._framed.arm(timeout_s)
@@ -156,6 +158,11 @@ class Connection:
             self.close()
             raise ProtocolError(f"{uri} speaks version {welcome.version}, this client {PROTOCOL_VERSION}")
         self.welcome = welcome
+
+    @property
+    def waits(self) -> bool:
+        """Whether replies are outstanding: nobody else may use the connection then."""
+        return bool(self._posted)
 
     @property
     def closed(self) -> bool:
@@ -170,23 +177,38 @@ class Connection:
             UnavailableError: The connection broke.
             KvpoolError: What the peer answered instead; the connection stays usable.
         """
-        reply, payload_bytes = self.begin(request, reply_type, timeout_s, payload)
+        self.post(request, timeout_s, payload)
+        return self.collect(reply_type, timeout_s)
+
+    def post(self, request: Message, timeout_s: float, payload: Buffers = ()) -> None:
+        """Send ``request`` only; its reply is collected later, in the order of posting. Raises as `call`."""
+        self._correlation = (self._correlation + 1) & 0xFFFF_FFFF
+        self._posted.append(self._correlation)
+        try:
+            self._framed.arm(timeout_s)
+            self._framed.send(request, self._correlation, int(timeout_s * 1000), payload)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def collect(self, reply_type: type[M], timeout_s: float) -> M:
+        """The reply to the oldest request posted, which must carry no payload. Raises as `call`."""
+        reply, payload_bytes = self.begin(reply_type, timeout_s)
         if payload_bytes:
             self.close()
             raise ProtocolError(f"{reply_type.__name__} of {self.uri} carries a payload of {payload_bytes} bytes")
         return reply
 
-    def begin(self, request: Message, reply_type: type[M], timeout_s: float, payload: Buffers = ()) -> tuple[M, int]:
-        """Like `call`, but the caller takes the reply's payload with `take` before it calls again."""
-        self._correlation = (self._correlation + 1) & 0xFFFF_FFFF
+    def begin(self, reply_type: type[M], timeout_s: float) -> tuple[M, int]:
+        """Like `collect`, but the caller takes the reply's payload with `take` before anything else."""
         self._deadline_s = time.monotonic() + timeout_s
         try:
+            expected = self._posted.popleft()
             self._framed.arm(timeout_s)
-            self._framed.send(request, self._correlation, int(timeout_s * 1000), payload)
             header = self._framed.receive_header()
             reply = self._framed.receive_body(header)
-            if header.correlation != self._correlation:
-                raise ProtocolError(f"{self.uri} answered call {header.correlation}, not {self._correlation}")
+            if header.correlation != expected:
+                raise ProtocolError(f"{self.uri} answered call {header.correlation}, not {expected}")
         except BaseException as error:
             self._fail(error)
             raise

@@ -219,15 +219,10 @@ class Statuses(Message, frozen=True):
 
 
 class PrepareRequest(Message, frozen=True):
-    """Open slots for blocks ``first`` to ``first + count`` of a sealed grant, freeing its victims first.
-
-    The slots belong to this connection; a writer with several prepares a part of the grant on each.
-    """
+    """Open slots for the blocks of a sealed grant, freeing its victims first. They belong to this connection."""
 
     kind = 30
     grant: bytes
-    first: int
-    count: int
 
 
 class PrepareReply(Message, frozen=True):

@@ -21,6 +21,9 @@ from kvpool.transport.wire.messages import PROTOCOL_VERSION, ErrorReply, Hello, 
 STALL_S = 30.0
 """How long a peer may stop in the middle of a frame, or leave a reply unread, before its connection is closed."""
 
+ACCEPT_PAUSE_S = 0.1
+"""Between attempts to accept while that fails."""
+
 BACKLOG = 256
 
 log = get_logger(__name__)
@@ -111,8 +114,9 @@ class FramedServer:
         self._accepted = 0
         self._busy = 0
         self._idle = threading.Condition()
-        self._stopping = False
+        self._stopping = threading.Event()
         self.refused_connections = 0
+        self.failed_accepts = 0
 
     def listen_tcp(self, host: str, port: int) -> str:
         """Listen on TCP; returns ``tcp://host:port`` with the port that was given or found (0).
@@ -134,11 +138,12 @@ class FramedServer:
             CapacityError: A live server listens there, or the path cannot be used.
         """
         _remove_dead_socket(path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old_mask = os.umask(0o077)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._bind(sock, str(path), str(path))
+            self._bind(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), str(path), str(path))
+        except OSError as error:
+            raise CapacityError(f"cannot listen on {path}: {error}; choose another path") from error
         finally:
             os.umask(old_mask)
         self._unix_paths.append(path)
@@ -152,7 +157,7 @@ class FramedServer:
     def stop(self) -> None:
         """Close listeners and connections and wait for their threads."""
         with self._lock:
-            self._stopping = True
+            self._stopping.set()
             connections = list(self._connections.values())
         for listener in self._listeners:
             with suppress(OSError):  # never listened
@@ -179,7 +184,7 @@ class FramedServer:
         try:
             sock.bind(address)  # type: ignore[arg-type]
             sock.listen(BACKLOG)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a host or path that cannot be a name at all
             sock.close()
             raise CapacityError(f"cannot listen on {shown}: {error}; choose another address") from error
         self._listeners.append(sock)
@@ -193,11 +198,17 @@ class FramedServer:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return  # stopped
+            except OSError as error:
+                if self._stopping.is_set():
+                    return
+                # No descriptor is free, say: whoever waits is served when one is.
+                log.warning("accept_failed", server=self._identity.name, error=str(error))
+                self.failed_accepts += 1
+                self._stopping.wait(ACCEPT_PAUSE_S)
+                continue
             with self._lock:
                 full = len(self._connections) >= self._connections_max
-                if full or self._stopping:
+                if full or self._stopping.is_set():
                     self.refused_connections += 1
                     sock.close()
                     continue
@@ -245,14 +256,20 @@ class FramedServer:
         except ProtocolError as error:
             framed.send(_error_reply(error), header.correlation)
             raise
-        payload.drop()
         try:
-            framed.send(reply.message, header.correlation, payload=reply.payload)
+            payload.drop()
+            self._send(framed, reply, header.correlation)
             if reply.descriptors:
                 socket.send_fds(framed.sock, [b"F"], list(reply.descriptors))
         finally:
             if reply.sent is not None:
                 reply.sent()
+
+    def _send(self, framed: FramedSocket, reply: Reply, correlation: int) -> None:
+        try:
+            framed.send(reply.message, correlation, payload=reply.payload)
+        except CapacityError as error:  # too long: nothing of it was sent
+            framed.send(_error_reply(error), correlation)
 
     def _answer(self, request: Message, payload: Payload, session: Session) -> Reply:
         if isinstance(request, Hello):
@@ -278,6 +295,8 @@ def _error_reply(error: KvpoolError) -> ErrorReply:
 def _remove_dead_socket(path: Path) -> None:
     if not path.exists():
         return
+    if not path.is_socket():
+        raise CapacityError(f"{path} exists and is no socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
