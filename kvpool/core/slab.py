@@ -36,6 +36,16 @@ class Slab:
             self._add(start + pages, length - pages)
         return start
 
+    def allocate_run(self, pages: int, count: int) -> list[int]:
+        """First pages of up to ``count`` extents of ``pages`` each, side by side if that can be."""
+        start = self.allocate(pages * count)
+        if start is not None:
+            return list(range(start, start + pages * count, pages))
+        starts: list[int] = []
+        while len(starts) < count and (start := self.allocate(pages)) is not None:
+            starts.append(start)
+        return starts
+
     def take(self, start: int, pages: int) -> bool:
         """Take exactly these pages, as a restart does for the slots it finds; False when they are not all free."""
         # Newest first: a restart takes slots in page order, and what is left of the tail was added last.

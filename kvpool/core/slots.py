@@ -29,7 +29,9 @@ class Slot:
     Attributes:
         page: First page; the slot's name.
         pages: Length.
+        length: Bytes of its block.
         generation: Unique within the segment's life.
+        reservation: The write token it was opened for.
         owner: The writer: a connection's number. Only it may commit or abort.
         until_s: Writing: when the reservation runs out. Quarantined: when the pages may be used again.
         pins: Served reads, and received writes, that touch its bytes now.
@@ -38,7 +40,9 @@ class Slot:
 
     page: int
     pages: int
+    length: int
     generation: int
+    reservation: int
     owner: int
     until_s: float
     state: SlotState = SlotState.WRITING
@@ -82,26 +86,30 @@ class Slots:
         """The longest block that still fits."""
         return self._slab.largest_free * PAGE_BYTES
 
-    def prepare(self, length: int, owner: int, ttl_s: float) -> Slot | None:
-        """A writing slot for ``length`` bytes, or None when no free extent is long enough."""
+    def prepare(self, length: int, count: int, owner: int, ttl_s: float, reservation: int = 0) -> list[Slot]:
+        """Writing slots for up to ``count`` blocks of ``length`` bytes: as many as find a free extent."""
         pages = -(-length // PAGE_BYTES)
-        page = self._slab.allocate(pages)
-        if page is None:
-            return None
-        slot = Slot(page, pages, self.next_generation, owner, self._clock() + ttl_s)
-        self.next_generation += 1
-        self._slots[page] = slot
-        self._by_owner.setdefault(owner, set()).add(page)
-        return slot
+        starts = self._slab.allocate_run(pages, count)
+        if not starts:
+            return []
+        until_s, generation = self._clock() + ttl_s, self.next_generation
+        self.next_generation += len(starts)
+        slots = [
+            Slot(page, pages, length, generation + i, reservation, owner, until_s) for i, page in enumerate(starts)
+        ]
+        self._slots.update(zip(starts, slots, strict=True))
+        self._by_owner.setdefault(owner, set()).update(starts)
+        return slots
 
-    def adopt(self, page: int, pages: int, generation: int, *, committed: bool) -> Slot | None:
+    def adopt(self, page: int, length: int, generation: int, *, committed: bool) -> Slot | None:
         """A slot found again after a restart; None when it overlaps another.
 
         One that was being written rests in quarantine, since its old writer may still have it mapped.
         """
+        pages = -(-length // PAGE_BYTES)
         if not self._slab.take(page, pages):
             return None
-        slot = Slot(page, pages, generation, 0, 0.0, SlotState.COMMITTED)
+        slot = Slot(page, pages, length, generation, 0, 0, 0.0, SlotState.COMMITTED)
         self._slots[page] = slot
         self.next_generation = max(self.next_generation, generation + 1)
         if not committed:

@@ -5,11 +5,12 @@ import threading
 from collections.abc import Iterator
 
 import grpc
+import numpy as np
 
 from kvpool.core.directory import FreeSlot
 from kvpool.core.errors import KvpoolError
 from kvpool.core.limits import ANNOUNCE_BLOCKS_MAX
-from kvpool.node.headers import SlotHeader
+from kvpool.node.headers import SlotHeaders
 from kvpool.node.link import MetaLink
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.store import NodeSession, NodeStore
@@ -156,30 +157,32 @@ class Control:
             self._out.put(membership_pb2.FromNode(draining=membership_pb2.NodeDraining()))
 
     def _announce(self) -> None:
-        by_namespace: dict[bytes, list[SlotHeader]] = {}
-        for header in self._store.inventory():
-            by_namespace.setdefault(header.namespace, []).append(header)
-        for namespace_id, headers in by_namespace.items():
+        headers = self._store.inventory()
+        namespaces = headers.records["namespace"]
+        for namespace in np.unique(namespaces):
+            some = headers.select(namespaces == namespace)
+            namespace_id = namespace.tobytes()
             document = self._book.get(namespace_id)
             if document is None:
-                log.warning("namespace_unknown", namespace=namespace_id.hex()[:8], slots=len(headers))
-                self._store.free_headers(headers)
+                log.warning("namespace_unknown", namespace=namespace_id.hex()[:8], slots=len(some))
+                self._store.free_headers(some)
                 continue
-            for start in range(0, len(headers), _INVENTORY_PART):
-                part = headers[start : start + _INVENTORY_PART]
-                self._out.put(membership_pb2.FromNode(inventory=self._inventory(namespace_id, document, part)))
+            for start in range(0, len(some), _INVENTORY_PART):
+                part = self._inventory(namespace_id, document, some.select(slice(start, start + _INVENTORY_PART)))
+                self._out.put(membership_pb2.FromNode(inventory=part))
 
-    def _inventory(self, namespace_id: bytes, document: bytes, headers: list[SlotHeader]) -> membership_pb2.Inventory:
+    def _inventory(self, namespace_id: bytes, document: bytes, headers: SlotHeaders) -> membership_pb2.Inventory:
+        records = headers.records
         return membership_pb2.Inventory(
             segment_id=self._store.segment.segment_id,
             document=document,
             namespace=namespace_id,
-            hashes=b"".join(header.hash for header in headers),
-            parents=b"".join(header.parent for header in headers),
-            shard=[header.shard for header in headers],
-            slot=[header.page for header in headers],
-            generation=[header.generation for header in headers],
-            checksum=[header.checksum for header in headers],
+            hashes=records["hash"].tobytes(),
+            parents=records["parent"].tobytes(),
+            shard=records["shard"].tolist(),
+            slot=headers.pages.tolist(),
+            generation=records["generation"].tolist(),
+            checksum=records["checksum"].tolist(),
             age_s=[0.0] * len(headers),
         )
 

@@ -1,12 +1,11 @@
 """Slot headers: what each slot holds, in a file that only the node maps, so that slots describe themselves.
 
 The file is one 64-byte prologue and one record for each page of the payload; the record of a slot's first page is its
-header. All of it (3.7 % of the payload) is allocated when it is made: a record that finds memory full later would be the
-end of the process, since writes to a mapping cannot fail otherwise. Little-endian:
+header. The file is sparse: memory for a record is allocated before it is written, since a write to a mapping that finds
+memory full would be the end of the process. Little-endian:
 
     prologue  magic 8s | version u32 | record size u32 | pages u64 | segment id 16s | next generation u64 | pad
-    record    state u32 | shard u32 | length u64 | generation u64 | namespace 32s | hash 32s | parent 32s |
-              payload checksum u64 | header checksum u64 (xxh3-64 of all before it but the state)
+    record    `RECORD`; the header checksum is xxh3-64 of all before it but the state
 
 The state is written last when a slot is filled and first when it is freed.
 """
@@ -15,49 +14,63 @@ import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import SlotState
-from kvpool.core.units import format_size
 
 MAGIC = b"KVPOOLHD"
 VERSION = 1
 _PROLOGUE = struct.Struct("<8sIIQ16sQ16x")
-_STATE = struct.Struct("<I")
-_IDENTITY = struct.Struct("<IQQ32s32s32sQ")
-_CHECKSUM = struct.Struct("<Q")
-RECORD_BYTES = _STATE.size + _IDENTITY.size + _CHECKSUM.size
+RECORD = np.dtype(
+    [
+        ("state", "<u4"),
+        ("shard", "<u4"),
+        ("length", "<u8"),
+        ("generation", "<u8"),
+        ("namespace", "V32"),
+        ("hash", "V32"),
+        ("parent", "V32"),
+        ("checksum", "<u8"),
+        ("header_checksum", "<u8"),
+    ]
+)
+RECORD_BYTES = RECORD.itemsize
+_CHECKED = slice(4, RECORD_BYTES - 8)
 GENERATIONS_RESERVED = 1 << 20
 """The prologue runs ahead of the generations given out, so that a crash cannot make one be given twice."""
 
 ROOT_PARENT = bytes(32)
 """Stands in a header for "no parent"."""
 
+Records = NDArray[np.void]
+Pages = NDArray[np.uint32]
+
 
 @dataclass(frozen=True, slots=True)
-class SlotHeader:
-    """What a slot holds."""
+class SlotHeaders:
+    """Headers of some slots: the slots' first pages, and a `RECORD` each."""
 
-    page: int
-    shard: int
-    length: int
-    generation: int
-    namespace: bytes
-    hash: bytes
-    parent: bytes
-    checksum: int
+    pages: Pages
+    records: Records
 
-    @property
-    def pages(self) -> int:
-        """Pages the slot takes."""
-        return -(-self.length // PAGE_BYTES)
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def select(self, chosen: NDArray[np.bool_] | slice) -> "SlotHeaders":
+        """Some of them."""
+        return SlotHeaders(self.pages[chosen], self.records[chosen])
+
+    def named(self) -> list[tuple[int, int]]:
+        """(page, generation) of each."""
+        return list(zip(self.pages.tolist(), self.records["generation"].tolist(), strict=True))
 
 
 def stored_segment_id(path: Path, pages: int) -> bytes | None:
@@ -71,7 +84,7 @@ def stored_segment_id(path: Path, pages: int) -> bytes | None:
 
 
 class HeaderFile:
-    """The header file of a segment; owns its mapping until `close`.
+    """The header file of a segment; owns its mapping until `close`. Not thread-safe: the node holds one lock.
 
     Args:
         path: Made when absent. A file of another segment, size or version is refused.
@@ -87,18 +100,23 @@ class HeaderFile:
         self._segment_id = segment_id
         size_bytes = _PROLOGUE.size + pages * RECORD_BYTES
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise CapacityError(f"cannot keep headers in {path}: {error}; choose another segment_dir") from error
         try:
-            fresh = os.fstat(descriptor).st_size == 0
-            if not fresh and os.fstat(descriptor).st_size != size_bytes:
+            fresh = os.fstat(self._descriptor).st_size == 0
+            if fresh:
+                os.ftruncate(self._descriptor, size_bytes)
+            elif os.fstat(self._descriptor).st_size != size_bytes:
                 raise CapacityError(f"{path} belongs to a segment of another size; remove it to start empty")
-            _allocate(descriptor, path, size_bytes)
-            self._map = mmap.mmap(descriptor, size_bytes)
-        finally:
-            os.close(descriptor)
-        self.next_generation = 1 if fresh else self._read_prologue(path)
+            self._allocated: set[int] = set()
+            self._allocate(np.zeros(1, np.uint32))
+            self._map = mmap.mmap(self._descriptor, size_bytes)
+            self.next_generation = 1 if fresh else self._read_prologue(path)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._records: Records = np.frombuffer(self._map, RECORD, offset=_PROLOGUE.size)
         self._reserved = 0
         self.reserve_generations(self.next_generation)
 
@@ -110,50 +128,61 @@ class HeaderFile:
         prologue = (MAGIC, VERSION, RECORD_BYTES, self.pages, self._segment_id, self._reserved)
         _PROLOGUE.pack_into(self._map, 0, *prologue)
 
-    def write(self, header: SlotHeader, state: SlotState) -> None:
-        """Describe a slot."""
-        start = _PROLOGUE.size + header.page * RECORD_BYTES
-        identity = _IDENTITY.pack(
-            header.shard,
-            header.length,
-            header.generation,
-            header.namespace,
-            header.hash,
-            header.parent,
-            header.checksum,
-        )
-        record = identity + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(identity))
-        self._map[start + _STATE.size : start + RECORD_BYTES] = record
-        _STATE.pack_into(self._map, start, state)
+    def write(self, headers: SlotHeaders, state: SlotState) -> None:
+        """Describe slots; states and checksums are filled in here.
 
-    def clear(self, page: int) -> None:
-        """The slot is free."""
-        _STATE.pack_into(self._map, _PROLOGUE.size + page * RECORD_BYTES, 0)
+        Raises:
+            CapacityError: No memory is left for the records; nothing was written.
+        """
+        self._allocate(headers.pages)
+        records = headers.records.copy()
+        records["header_checksum"] = _header_checksums(records)
+        records["state"] = 0
+        self._records[headers.pages] = records
+        self._records["state"][headers.pages] = state
 
-    def scan(self) -> Iterator[tuple[SlotHeader, SlotState]]:
-        """Every slot the file describes soundly, in page order; records with a wrong checksum are left out."""
-        records = np.frombuffer(self._map, np.uint8, offset=_PROLOGUE.size).reshape(self.pages, RECORD_BYTES)
-        states = np.ascontiguousarray(records[:, : _STATE.size]).view("<u4").ravel()
-        used = np.flatnonzero((states == SlotState.WRITING) | (states == SlotState.COMMITTED)).tolist()
-        del records
-        for page in used:
-            header = self._read(page)
-            if header is not None:
-                yield header, SlotState(int(states[page]))
+    def commit(self, pages: Pages, checksums: NDArray[np.uint64]) -> SlotHeaders:
+        """The slots at ``pages``, described before, are committed with these payload checksums; their headers."""
+        headers = self.read(pages)
+        headers.records["checksum"] = checksums
+        self.write(headers, SlotState.COMMITTED)
+        return headers
+
+    def read(self, pages: Pages) -> SlotHeaders:
+        """What was last written for slots at ``pages``."""
+        return SlotHeaders(pages, self._records[pages])
+
+    def clear(self, pages: int | list[int]) -> None:
+        """The slots are free."""
+        self._records["state"][pages] = 0
+
+    def scan(self, state: SlotState) -> SlotHeaders:
+        """Every slot in ``state`` that the file describes soundly, in page order."""
+        pages = np.flatnonzero(self._records["state"] == state).astype(np.uint32)
+        headers = self.read(pages)
+        lengths = headers.records["length"]
+        ends = pages + -(-lengths.astype(np.float64) // PAGE_BYTES)
+        sound = (_header_checksums(headers.records) == headers.records["header_checksum"]) & (lengths > 0)
+        return headers.select(sound & (ends <= self.pages))
 
     def close(self) -> None:
         """Unmap the file; it stays."""
+        del self._records
         with contextlib.suppress(BufferError):
             self._map.close()
+        os.close(self._descriptor)
 
-    def _read(self, page: int) -> SlotHeader | None:
-        start = _PROLOGUE.size + page * RECORD_BYTES + _STATE.size
-        identity = self._map[start : start + _IDENTITY.size]
-        (stored,) = _CHECKSUM.unpack_from(self._map, start + _IDENTITY.size)
-        if stored != xxhash.xxh3_64_intdigest(identity):
-            return None
-        header = SlotHeader(page, *_IDENTITY.unpack(identity))
-        return header if 0 < header.pages <= self.pages - page else None
+    def _allocate(self, pages: Pages) -> None:
+        """Have memory for the records of ``pages``."""
+        starts = pages.astype(np.int64) * RECORD_BYTES + _PROLOGUE.size
+        touched = {0, *(starts // PAGE_BYTES).tolist(), *((starts + RECORD_BYTES - 1) // PAGE_BYTES).tolist()}
+        for page in sorted(touched - self._allocated):
+            try:
+                size_bytes = min(PAGE_BYTES, os.fstat(self._descriptor).st_size - page * PAGE_BYTES)
+                os.posix_fallocate(self._descriptor, page * PAGE_BYTES, size_bytes)
+            except OSError as error:
+                raise CapacityError(f"no memory for slot headers beside the payload: {error}") from error
+            self._allocated.add(page)
 
     def _read_prologue(self, path: Path) -> int:
         magic, version, record_bytes, pages, segment_id, generation = _PROLOGUE.unpack_from(self._map, 0)
@@ -163,11 +192,15 @@ class HeaderFile:
         return int(generation)
 
 
-def _allocate(descriptor: int, path: Path, size_bytes: int) -> None:
-    try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
-    except OSError as error:
-        raise CapacityError(
-            f"{path.parent} gave no {format_size(size_bytes)} for slot headers beside the payload: {error}; "
-            "choose a smaller --size"
-        ) from error
+def make_records(count: int, **fields: Any) -> Records:  # noqa: ANN401 - scalars and arrays of each field's type
+    """``count`` records with these fields, which are scalars, arrays or packed bytes; the others are zero."""
+    records = np.zeros(count, RECORD)
+    for name, value in fields.items():
+        records[name] = np.frombuffer(value, "V32") if isinstance(value, bytes) else value
+    return records
+
+
+def _header_checksums(records: Records) -> NDArray[np.uint64]:
+    packed, digest = records.tobytes(), xxhash.xxh3_64_intdigest
+    starts = range(0, len(packed), RECORD_BYTES)
+    return np.array([digest(packed[i + _CHECKED.start : i + _CHECKED.stop]) for i in starts], np.uint64)

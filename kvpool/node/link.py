@@ -3,15 +3,16 @@
 import threading
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 
-from kvpool.core.directory import CommitStatus
 from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.node.headers import SlotHeader
+from kvpool.node.headers import SlotHeaders
 from kvpool.node.store import NodeSession
 from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
 from kvpool.ops.logging import get_logger
 from kvpool.transport.pool import ConnectionPool
-from kvpool.transport.wire.messages import AbortRequest, CommitRequest, Done, Statuses, pack
+from kvpool.transport.wire.messages import AbortRequest, CommitRequest, Done, Statuses, pack, unpack
 from kvpool.v1 import directory_pb2, directory_pb2_grpc
 
 CALL_TIMEOUT_S = 5.0
@@ -47,22 +48,23 @@ class MetaLink:
         if old is not None:
             old.close()
 
-    def commit(self, segment_id: bytes, reservation: int, headers: list[SlotHeader]) -> list[CommitStatus]:
+    def commit(self, segment_id: bytes, reservation: int, headers: SlotHeaders) -> NDArray[np.uint8]:
         """See `DirectoryLink.commit`."""
         pool, session = self._current()
+        records = headers.records
         request = CommitRequest(
             session=session.session,
             segment_id=segment_id,
             reservation=reservation,
-            hashes=b"".join(header.hash for header in headers),
-            shards=pack([header.shard for header in headers], "<u2"),
-            slots=pack([header.page for header in headers], "<u4"),
-            generations=pack([header.generation for header in headers], "<u8"),
-            checksums=pack([header.checksum for header in headers], "<u8"),
+            hashes=records["hash"].tobytes(),
+            shards=pack(records["shard"], "<u2"),
+            slots=pack(headers.pages, "<u4"),
+            generations=pack(records["generation"], "<u8"),
+            checksums=pack(records["checksum"], "<u8"),
         )
         with pool.connection(CALL_TIMEOUT_S) as connection:
             statuses = connection.call(request, Statuses, CALL_TIMEOUT_S).statuses
-        return [CommitStatus(status) for status in statuses]
+        return unpack("statuses", statuses, "u1", len(headers))
 
     def abort(self, reservation: int, hashes: list[bytes]) -> None:
         """See `DirectoryLink.abort`."""

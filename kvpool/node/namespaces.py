@@ -1,7 +1,7 @@
 """Documents of the namespaces a node has blocks of, so that a restarted metadata service can learn them from it.
 
-One JSON document a line, appended when a namespace is first written; lines that do not parse are left out. A line begins
-with its line break, so that it is whole even below one that a crash has cut short.
+One JSON document a line, appended when a namespace is first written; lines that do not parse are left out. A line
+begins with its line break, so that it is whole even below one that a crash has cut short.
 """
 
 import threading

@@ -147,8 +147,11 @@ class NodeServer:
 def _restore(headers: HeaderFile, pages: int) -> Slots:
     """The slots that the header file describes; half-written ones rest in quarantine."""
     slots = Slots(pages, time.monotonic, headers.next_generation)
-    for header, state in headers.scan():
+    for state in (SlotState.COMMITTED, SlotState.WRITING):
+        found = headers.scan(state)
+        lengths = found.records["length"].tolist()
         committed = state == SlotState.COMMITTED
-        if slots.adopt(header.page, header.pages, header.generation, committed=committed) is None or not committed:
-            headers.clear(header.page)
+        for (page, generation), length in zip(found.named(), lengths, strict=True):
+            if slots.adopt(page, length, generation, committed=committed) is None or not committed:
+                headers.clear(page)
     return slots

@@ -4,10 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvpool.core.errors import ProtocolError, UsageError
 from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, RESERVE_BLOCKS_MAX
-from kvpool.node.store import NodeStore
+from kvpool.node.store import NodeStore, Receiving
 from kvpool.transport.base import WriteStatus
+from kvpool.transport.copying import checksum
 from kvpool.transport.wire.messages import (
     AttachReply,
     AttachRequest,
@@ -86,42 +90,37 @@ class DataSession:
         return Reply(ReadReply(bytes(present)), views, sent=partial(self._store.unpin, pinned))
 
     def _write(self, request: WriteRequest, payload: Payload) -> Reply:
-        slots, generations = _named_slots(request.slots, request.generations)
-        checksums = unpack("checksums", request.checksums, "<u8", len(slots))
-        arrived = bytearray(len(slots))
-        lengths, rest = divmod(payload.size_bytes, len(slots))
+        count = len(_named_slots(request.slots, request.generations)[0])
+        slots = unpack("slots", request.slots, "<u4", count)
+        generations = unpack("generations", request.generations, "<u8", count)
+        checksums = unpack("checksums", request.checksums, "<u8", count)
+        length, rest = divmod(payload.size_bytes, count)
         if rest:
-            raise ProtocolError(f"a payload of {payload.size_bytes} bytes is not {len(slots)} equal blocks")
-        for i, (slot, generation) in enumerate(zip(slots, generations, strict=True)):
-            arrived[i] = self._receive(slot, generation, int(checksums[i]), lengths, payload)
-        statuses = bytearray(
-            self._store.seal(
-                request.segment_id,
-                request.reservation,
-                self._owner,
-                unpack("slots", request.slots, "<u4", len(slots)),
-                unpack("generations", request.generations, "<u8", len(slots)),
-                checksums,
-            )
-        )
-        for i, status in enumerate(arrived):
-            if status == WriteStatus.BAD:
-                statuses[i] = WriteStatus.BAD
-        return Reply(Statuses(bytes(statuses)))
+            raise ProtocolError(f"a payload of {payload.size_bytes} bytes is not {count} equal blocks")
+        self._store.check_segment(request.segment_id)
+        arrived = self._receive(self._store.begin_receive(slots, generations, self._owner), checksums, length, payload)
+        where = (request.segment_id, request.reservation, self._owner)
+        statuses = np.frombuffer(self._store.seal(*where, slots, generations, checksums), np.uint8).copy()
+        statuses[~arrived] = WriteStatus.BAD
+        return Reply(Statuses(statuses.tobytes()))
 
-    def _receive(self, slot: int, generation: int, checksum: int, length: int, payload: Payload) -> WriteStatus:
-        view = self._store.begin_receive(slot, generation, self._owner)
-        if view is None:
-            payload.skip(length)
-            return WriteStatus.STALE
+    def _receive(
+        self, places: list[Receiving | None], checksums: NDArray[np.uint64], length: int, payload: Payload
+    ) -> NDArray[np.bool_]:
+        """Receive each block into its place; False where other bytes arrived than the writer sent."""
+        arrived = np.zeros(len(places), np.bool_)
         try:
-            if len(view) != length:
-                raise ProtocolError(f"slot {slot} was prepared for {len(view)} bytes, not {length}")
-            payload.receive_into(view)
-        except BaseException:
-            self._store.cancel_receive(slot, generation)
-            raise
-        return self._store.end_receive(slot, generation, checksum)
+            for i, (place, wanted) in enumerate(zip(places, checksums.tolist(), strict=True)):
+                if place is None:
+                    payload.skip(length)
+                elif len(place.view) != length:
+                    raise ProtocolError(f"a slot was prepared for {len(place.view)} bytes, not {length}")
+                else:
+                    payload.receive_into(place.view)
+                arrived[i] = place is None or checksum([place.view], place.seed) == wanted
+        finally:
+            self._store.end_receive([(p, bool(a)) for p, a in zip(places, arrived, strict=True) if p is not None])
+        return arrived
 
     def _prepare(self, request: PrepareRequest, payload: Payload) -> Reply:
         slots, generations = self._store.prepare(request.grant, self._owner)

@@ -13,26 +13,29 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.core.checksum import block_seeds, payload_checksum
+from kvpool.core.checksum import block_seeds
 from kvpool.core.directory import CommitStatus, FreeSlot
 from kvpool.core.directory.table import NO_SLOT
-from kvpool.core.errors import KvpoolError, ProtocolError, UnavailableError, UsageError
+from kvpool.core.errors import CapacityError, KvpoolError, ProtocolError, UnavailableError, UsageError
 from kvpool.core.grants import Grant, open_grant
 from kvpool.core.keys import split_hashes
 from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, RESERVATION_S_MAX
 from kvpool.core.slots import Slot, Slots, SlotState
-from kvpool.node.headers import HeaderFile, SlotHeader
+from kvpool.node.headers import HeaderFile, SlotHeaders, make_records
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.segment import Segment
+from kvpool.ops.logging import get_logger
 from kvpool.transport.base import WriteStatus
 from kvpool.transport.blocks import Bytes
+
+log = get_logger(__name__)
 
 
 class DirectoryLink(Protocol):
     """How the store tells the directory what was written."""
 
-    def commit(self, segment_id: bytes, reservation: int, headers: list[SlotHeader]) -> list[CommitStatus]:
-        """Commit written shards; raises UnavailableError when the directory cannot be asked."""
+    def commit(self, segment_id: bytes, reservation: int, headers: SlotHeaders) -> NDArray[np.uint8]:
+        """Commit written slots; one `CommitStatus` each. Raises KvpoolError when the directory cannot be asked."""
 
     def abort(self, reservation: int, hashes: list[bytes]) -> None:
         """Give blocks back that will not be written; best effort."""
@@ -48,11 +51,12 @@ class NodeSession:
 
 
 @dataclass(frozen=True, slots=True)
-class _Writing:
-    """What a prepared slot is for."""
+class Receiving:
+    """A slot whose bytes are being received: where to, and the seed of their checksum."""
 
-    reservation: int
-    header: SlotHeader
+    slot: Slot
+    view: memoryview
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,82 +101,56 @@ class NodeStore:
         self._book = book
         self._link = link
         self._lock = threading.Lock()
-        self._writing: dict[int, _Writing] = {}
         self._counters: Counter[str] = Counter()
 
     # Writing
 
-    def prepare(
-        self, sealed: bytes, owner: int, first: int = 0, count: int | None = None
-    ) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
-        """Slots and generations for ``count`` blocks of a sealed grant; NO_SLOT where there is no room.
+    def prepare(self, sealed: bytes, owner: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+        """Slots and generations for the blocks of a sealed grant; NO_SLOT where there is no room.
 
         Raises:
-            ProtocolError: Not a grant of the current session for this segment, or not blocks of it.
+            ProtocolError: Not a grant of the current session for this segment.
             UnavailableError: The node has no session now, or drains.
         """
         grant = self._open(sealed)
         self._book.learn(grant.namespace)
-        end = grant.count if count is None else first + count
-        if not 0 <= first < end <= grant.count:
-            raise ProtocolError(f"blocks {first} to {end} of a grant for {grant.count}")
-        slots = np.full(end - first, NO_SLOT, np.uint32)
-        generations = np.zeros(end - first, np.uint64)
-        ttl_s = min(grant.ttl_ms / 1000, RESERVATION_S_MAX)
-        part = slice(first * HASH_BYTES, end * HASH_BYTES)
-        chain = zip(split_hashes(grant.hashes[part]), split_hashes(grant.parents[part]), strict=True)
+        slots = np.full(grant.count, NO_SLOT, np.uint32)
+        generations = np.zeros(grant.count, np.uint64)
         with self._lock:
             for page, generation in grant.victims():
                 self._free(page, generation, rest=False)
-            for i, (block_hash, parent) in enumerate(chain):
-                slot = self._slots.prepare(grant.block_bytes, owner, ttl_s)
-                if slot is None:
-                    self._counters["no_slot"] += 1
-                    continue
-                slots[i], generations[i] = slot.page, slot.generation
-                header = SlotHeader(
-                    slot.page,
-                    grant.shard,
-                    grant.block_bytes,
-                    slot.generation,
-                    grant.namespace,
-                    block_hash,
-                    parent,
-                    0,
-                )
-                self._headers.write(header, SlotState.WRITING)
-                self._writing[slot.page] = _Writing(grant.reservation, header)
-            self._headers.reserve_generations(self._slots.next_generation)
+            opened = self._open_slots(grant, owner)
+            slots[: len(opened)] = opened.pages
+            generations[: len(opened)] = opened.records["generation"]
+            self._counters["no_slot"] += grant.count - len(opened)
         return slots, generations
 
-    def begin_receive(self, page: int, generation: int, owner: int) -> memoryview | None:
-        """The slot's bytes, to receive into, kept in place until `end_receive`; None when it is not the owner's."""
-        with self._lock:
-            slot = self._slots.writing(page, generation, owner)
-            if slot is None:
-                return None
-            slot.pins += 1
-            length = self._writing[page].header.length
-        return self._view(page, length)
+    def begin_receive(
+        self, slots: NDArray[np.uint32], generations: NDArray[np.uint64], owner: int
+    ) -> list[Receiving | None]:
+        """Where to receive the bytes of prepared slots; None for one that is not the owner's.
 
-    def end_receive(self, page: int, generation: int, checksum: int) -> WriteStatus:
-        """The bytes have arrived: compare their checksum, computed while they are warm."""
+        The slots stay in place until `end_receive`, which must follow whatever happens.
+        """
         with self._lock:
-            slot = self._slots.pinned(page, generation)
-            writing = self._writing.get(page)
-        matches = writing is not None and self._checksum(writing.header) == checksum
-        with self._lock:
-            self._slots.unpin(slot)
-            if not matches:
-                self._counters["bad_writes"] += 1
-                self._free(page, generation, rest=False)
-        return WriteStatus.COMMITTED if matches else WriteStatus.BAD
+            found: list[Receiving | None] = []
+            seeds = self._seeds(slots)
+            for i, (page, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True)):
+                slot = self._slots.writing(page, generation, owner)
+                if slot is not None:
+                    slot.pins += 1
+                found.append(Receiving(slot, self._view(page, slot.length), seeds[i]) if slot is not None else None)
+            return found
 
-    def cancel_receive(self, page: int, generation: int) -> None:
-        """The bytes did not arrive whole: the slot goes."""
+    def end_receive(self, received: list[tuple[Receiving, bool]]) -> None:
+        """The bytes have arrived, and are the writer's (True) or not: then the slot goes."""
         with self._lock:
-            self._slots.unpin(self._slots.pinned(page, generation))
-            self._free(page, generation, rest=False)
+            for receiving, sound in received:
+                slot = receiving.slot
+                self._slots.unpin(slot)
+                if not sound:
+                    self._counters["bad_writes"] += 1
+                    self._free(slot.page, slot.generation, rest=False)
 
     def seal(
         self,
@@ -188,19 +166,18 @@ class NodeStore:
         The checksums are the writer's; whoever reads a block compares them with what it received.
         """
         self.check_segment(segment_id)
-        statuses = bytearray([WriteStatus.STALE]) * len(slots)
-        sealed: list[tuple[int, SlotHeader]] = []
+        statuses = np.where(slots == NO_SLOT, np.uint8(WriteStatus.NO_SLOT), np.uint8(WriteStatus.STALE))
         with self._lock:
-            for i, page in enumerate(slots.tolist()):
-                header = self._seal_one(page, int(generations[i]), int(checksums[i]), owner, reservation)
-                if header is not None:
-                    sealed.append((i, header))
-                elif page == NO_SLOT:
-                    statuses[i] = WriteStatus.NO_SLOT
+            sealed: list[int] = []
+            for i, (page, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True)):
+                slot = self._slots.writing(page, generation, owner)
+                if slot is not None and slot.reservation == reservation:
+                    self._slots.commit(slot)
+                    sealed.append(i)
+            headers = self._headers.commit(slots[sealed], checksums[sealed])
         if sealed:
-            for (i, _), status in zip(sealed, self._commit(reservation, [h for _, h in sealed]), strict=True):
-                statuses[i] = status
-        return bytes(statuses)
+            statuses[sealed] = self._commit(reservation, headers)
+        return statuses.tobytes()
 
     def discard(self, pages: Iterable[int], generations: Iterable[int], owner: int) -> int:
         """Free prepared slots of ``owner``; how many there were."""
@@ -211,13 +188,17 @@ class NodeStore:
     def drop_owner(self, owner: int) -> None:
         """The writer is gone: free what it prepared and did not commit, and tell the directory."""
         with self._lock:
-            dropped = [self._forget(slot) for slot in self._slots.drop_owner(owner)]
+            dropped = self._slots.drop_owner(owner)
+            if not dropped:
+                return
+            pages = [slot.page for slot in dropped]
+            hashes = split_hashes(self._headers.read(np.array(pages, np.uint32)).records["hash"].tobytes())
+            self._headers.clear(pages)
         by_reservation: dict[int, list[bytes]] = {}
-        for writing in dropped:
-            if writing is not None:
-                by_reservation.setdefault(writing.reservation, []).append(writing.header.hash)
-        for reservation, hashes in by_reservation.items():
-            self._link.abort(reservation, hashes)
+        for slot, block_hash in zip(dropped, hashes, strict=True):
+            by_reservation.setdefault(slot.reservation, []).append(block_hash)
+        for reservation, abandoned in by_reservation.items():
+            self._link.abort(reservation, abandoned)
 
     # Reading
 
@@ -260,20 +241,20 @@ class NodeStore:
     def expire(self) -> None:
         """Quarantine writes past their deadline; free what has rested."""
         with self._lock:
-            for slot in self._slots.expire():
-                self._counters["expired_writes"] += 1
-                self._forget(slot)
+            expired = self._slots.expire()
+            self._counters["expired_writes"] += len(expired)
+            self._headers.clear([slot.page for slot in expired])
 
-    def inventory(self) -> list[SlotHeader]:
+    def inventory(self) -> SlotHeaders:
         """Headers of all committed slots."""
         with self._lock:
-            return [header for header, state in self._headers.scan() if state == SlotState.COMMITTED]
+            return self._headers.scan(SlotState.COMMITTED)
 
-    def free_headers(self, headers: Iterable[SlotHeader]) -> None:
+    def free_headers(self, headers: SlotHeaders) -> None:
         """Free committed slots that the directory does not want."""
         with self._lock:
-            for header in headers:
-                self._free(header.page, header.generation, rest=False)
+            for page, generation in headers.named():
+                self._free(page, generation, rest=False)
 
     def stats(self) -> StoreStats:
         """Counts and bytes now."""
@@ -297,46 +278,64 @@ class NodeStore:
         self.check_segment(grant.segment_id)
         return grant
 
-    def _seal_one(self, page: int, generation: int, checksum: int, owner: int, reservation: int) -> SlotHeader | None:
-        slot = self._slots.writing(page, generation, owner)
-        writing = self._writing.get(page)
-        if slot is None or writing is None or writing.reservation != reservation:
-            return None
-        old = writing.header
-        header = SlotHeader(page, old.shard, old.length, generation, old.namespace, old.hash, old.parent, checksum)
-        self._headers.write(header, SlotState.COMMITTED)
-        self._slots.commit(slot)
-        del self._writing[page]
-        return header
+    def _open_slots(self, grant: Grant, owner: int) -> SlotHeaders:
+        """Open and describe slots for the first blocks of ``grant``, as many as there is room for."""
+        ttl_s = min(grant.ttl_ms / 1000, RESERVATION_S_MAX)
+        self._headers.reserve_generations(self._slots.next_generation + grant.count)
+        opened = self._slots.prepare(grant.block_bytes, grant.count, owner, ttl_s, grant.reservation)
+        records = make_records(
+            len(opened),
+            shard=grant.shard,
+            length=grant.block_bytes,
+            generation=[slot.generation for slot in opened],
+            namespace=grant.namespace,
+            hash=grant.hashes[: len(opened) * HASH_BYTES],
+            parent=grant.parents[: len(opened) * HASH_BYTES],
+        )
+        headers = SlotHeaders(np.array([slot.page for slot in opened], np.uint32), records)
+        try:
+            self._headers.write(headers, SlotState.WRITING)
+        except CapacityError as error:
+            log.warning("no_room_for_headers", error=str(error))
+            for slot in opened:
+                self._slots.free(slot.page, slot.generation)
+            return headers.select(slice(0))
+        return headers
 
-    def _commit(self, reservation: int, headers: list[SlotHeader]) -> list[WriteStatus]:
+    def _commit(self, reservation: int, headers: SlotHeaders) -> NDArray[np.uint8]:
         try:
             answers = self._link.commit(self.segment.segment_id, reservation, headers)
         except KvpoolError:
             # The directory may or may not have heard: keep nothing that it might not know of.
             self._counters["commits_failed"] += len(headers)
             self.free_headers(headers)
-            return [WriteStatus.FAILED] * len(headers)
-        stale = [h for h, answer in zip(headers, answers, strict=True) if answer != CommitStatus.COMMITTED]
-        self.free_headers(stale)
-        self._counters["committed"] += len(headers) - len(stale)
-        return [WriteStatus.COMMITTED if answer == CommitStatus.COMMITTED else WriteStatus.STALE for answer in answers]
+            return np.full(len(headers), WriteStatus.FAILED, np.uint8)
+        stale = answers != CommitStatus.COMMITTED
+        if stale.any():
+            self.free_headers(headers.select(stale))
+        self._counters["committed"] += len(headers) - int(stale.sum())
+        return np.where(stale, np.uint8(WriteStatus.STALE), np.uint8(WriteStatus.COMMITTED))
 
     def _free(self, page: int, generation: int, *, rest: bool) -> bool:
         freed = self._slots.free(page, generation, rest=rest)
         if freed:
             self._headers.clear(page)
-            self._writing.pop(page, None)
         return freed
 
-    def _forget(self, slot: Slot) -> _Writing | None:
-        self._headers.clear(slot.page)
-        return self._writing.pop(slot.page, None)
-
-    def _checksum(self, header: SlotHeader) -> int:
-        namespace_seed = int.from_bytes(header.namespace[:8], "little")
-        (seed,) = block_seeds(namespace_seed, header.hash, header.shard, [header.generation], header.length)
-        return payload_checksum(self._view(header.page, header.length), seed)
+    def _seeds(self, pages: NDArray[np.uint32]) -> list[int]:
+        """Checksum seeds of the slots at ``pages``, from their headers; anything for pages that are none."""
+        records = self._headers.read(np.minimum(pages, self._headers.pages - 1)).records
+        return [
+            block_seeds(int.from_bytes(namespace[:8], "little"), block_hash, shard, [generation], length)[0]
+            for namespace, block_hash, shard, generation, length in zip(
+                split_hashes(records["namespace"].tobytes()),
+                split_hashes(records["hash"].tobytes()),
+                records["shard"].tolist(),
+                records["generation"].tolist(),
+                records["length"].tolist(),
+                strict=True,
+            )
+        ]
 
     def _view(self, page: int, length: int) -> memoryview:
         return self.segment.payload[page * PAGE_BYTES : page * PAGE_BYTES + length].data

@@ -31,7 +31,7 @@ class LeaseLedger:
         return self._charges.get(row, (0, 0))[1]
 
     def grant(self, row: int, size_bytes: int, until_us: int) -> None:
-        """Lease the chain that ends in ``row``; of two leases on one block the later end and the larger charge count."""
+        """Lease the chain that ends in ``row``: of two leases on it the later end and the larger charge count."""
         old_until_us, old_bytes = self._charges.get(row, (0, 0))
         charged_bytes = max(old_bytes, size_bytes)
         self.held_bytes += charged_bytes - old_bytes

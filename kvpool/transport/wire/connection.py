@@ -4,6 +4,7 @@ One exchange at a time. After any failure in mid-exchange the stream's position 
 itself; nothing else is safe.
 """
 
+import math
 import socket
 import struct
 import time
@@ -13,7 +14,8 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvpool.core import errors
-from kvpool.core.errors import DeadlineError, KvpoolError, ProtocolError, UnavailableError
+from kvpool.core.errors import CapacityError, DeadlineError, KvpoolError, ProtocolError, UnavailableError
+from kvpool.core.limits import FRAME_BODY_BYTES_MAX
 from kvpool.transport.wire.frame import HEADER_BYTES, Header, pack_header, parse_header
 from kvpool.transport.wire.messages import (
     PROTOCOL_VERSION,
@@ -39,6 +41,8 @@ class FramedSocket:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self.until_s = math.inf
+        """When the exchange at hand must be over; looked at when a system call did less than it was asked for."""
         self._armed_s = -1.0
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -58,6 +62,10 @@ class FramedSocket:
     def send(self, message: Message, correlation: int, deadline_ms: int = 0, payload: Buffers = ()) -> None:
         """Send one frame; ``payload`` goes out straight from its buffers."""
         body = encode(message)
+        if len(body) > FRAME_BODY_BYTES_MAX:
+            raise CapacityError(
+                f"{type(message).__name__} of {len(body)} bytes; the limit is {FRAME_BODY_BYTES_MAX}: name fewer blocks"
+            )
         payload_bytes = sum(len(piece) for piece in payload)
         header = pack_header(Header(message.kind, correlation, deadline_ms, len(body), payload_bytes))
         if payload:
@@ -82,6 +90,7 @@ class FramedSocket:
         if not count:
             raise ConnectionResetError("the peer closed the connection")
         if count < HEADER_BYTES:
+            self._check_time()
             self.receive_into(memoryview(header)[count:])
         return parse_header(header)
 
@@ -99,6 +108,8 @@ class FramedSocket:
             if not count:
                 raise ConnectionResetError("the peer closed the connection")
             received += count
+            if received < len(view):
+                self._check_time()
 
     def receive_pieces(self, pieces: Buffers) -> None:
         """Fill several buffers, scattered by the kernel."""
@@ -109,6 +120,8 @@ class FramedSocket:
                 if not count:
                     raise ConnectionResetError("the peer closed the connection")
                 group = _after(group, count)
+                if group:
+                    self._check_time()
 
     def drain(self, size_bytes: int) -> None:
         """Read and drop ``size_bytes``, to reach the next frame."""
@@ -129,6 +142,12 @@ class FramedSocket:
             group = list(buffers[start : start + IOV_MAX])
             while group:
                 group = _after(group, self.sock.sendmsg(group))
+                if group:
+                    self._check_time()
+
+    def _check_time(self) -> None:
+        if time.monotonic() >= self.until_s:
+            raise TimeoutError("a byte now and then does not extend the time of an exchange")
 
 
 class Connection:
@@ -150,14 +169,14 @@ class Connection:
         self.uri = uri
         self._correlation = 0
         self._posted: deque[int] = deque()
-        self._deadline_s = time.monotonic() + timeout_s
         self._framed = FramedSocket(_dial(uri, timeout_s))
-        self._framed.arm(timeout_s)
-        welcome = self.call(Hello(PROTOCOL_VERSION, principal), Welcome, timeout_s)
-        if welcome.version != PROTOCOL_VERSION:
+        try:
+            self.welcome = self.call(Hello(PROTOCOL_VERSION, principal), Welcome, timeout_s)
+            if self.welcome.version != PROTOCOL_VERSION:
+                raise ProtocolError(f"{uri} speaks version {self.welcome.version}, this client {PROTOCOL_VERSION}")
+        except BaseException:
             self.close()
-            raise ProtocolError(f"{uri} speaks version {welcome.version}, this client {PROTOCOL_VERSION}")
-        self.welcome = welcome
+            raise
 
     @property
     def waits(self) -> bool:
@@ -185,7 +204,7 @@ class Connection:
         self._correlation = (self._correlation + 1) & 0xFFFF_FFFF
         self._posted.append(self._correlation)
         try:
-            self._framed.arm(timeout_s)
+            self._start_time(timeout_s)
             self._framed.send(request, self._correlation, int(timeout_s * 1000), payload)
         except BaseException as error:
             self._fail(error)
@@ -201,10 +220,9 @@ class Connection:
 
     def begin(self, reply_type: type[M], timeout_s: float) -> tuple[M, int]:
         """Like `collect`, but the caller takes the reply's payload with `take` before anything else."""
-        self._deadline_s = time.monotonic() + timeout_s
         try:
             expected = self._posted.popleft()
-            self._framed.arm(timeout_s)
+            self._start_time(timeout_s)
             header = self._framed.receive_header()
             reply = self._framed.receive_body(header)
             if header.correlation != expected:
@@ -221,7 +239,7 @@ class Connection:
 
     def take(self, pieces: Buffers) -> None:
         """Receive the next part of the reply's payload into ``pieces``."""
-        left_s = self._deadline_s - time.monotonic()
+        left_s = self._framed.until_s - time.monotonic()
         try:
             if left_s <= 0:
                 raise TimeoutError
@@ -250,6 +268,10 @@ class Connection:
         """Close the connection; calling it again is harmless."""
         self._framed.close()
 
+    def _start_time(self, timeout_s: float) -> None:
+        self._framed.until_s = time.monotonic() + timeout_s
+        self._framed.arm(timeout_s)
+
     def _fail(self, error: BaseException) -> None:
         """Close, and raise what the caller should see of ``error``, if that is something else."""
         self.close()
@@ -263,20 +285,27 @@ def _dial(uri: str, timeout_s: float) -> socket.socket:
     scheme, _, rest = uri.partition("://")
     try:
         if scheme == "unix":
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(timeout_s)
-            try:
-                sock.connect(rest)
-            except BaseException:
-                sock.close()
-                raise
+            sock = _dial_unix(rest, timeout_s)
         elif scheme == "tcp":
             sock = socket.create_connection(split_address(rest), timeout_s)
         else:
             raise errors.SettingsError(f"{uri!r} is not an address; write tcp://HOST:PORT or unix:///PATH")
-    except OSError as error:
+    except errors.SettingsError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: what cannot be a host's name or a path at all
         raise UnavailableError(f"{uri} cannot be reached: {error}") from error
     sock.settimeout(None)
+    return sock
+
+
+def _dial_unix(path: str, timeout_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(path)
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 
@@ -287,7 +316,7 @@ def split_address(address: str) -> tuple[str, int]:
         SettingsError: No port, or not a number from 0 to 65535.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65_535:
+    if not host or not port.isdecimal() or len(port) > 5 or int(port) > 65_535:
         raise errors.SettingsError(f"{address!r} is not an address; write HOST:PORT, e.g. 127.0.0.1:7300")
     return host.strip("[]"), int(port)
 
