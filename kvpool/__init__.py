@@ -8,6 +8,8 @@ blocks.load(hashes, buffers[:matched])
 """
 
 from kvpool.client import (
+    AsyncClient,
+    AsyncKeyspace,
     Client,
     ClientStats,
     Keyspace,
@@ -20,6 +22,7 @@ from kvpool.client import (
     StoreResult,
     WriteResult,
     connect,
+    connect_async,
 )
 from kvpool.core.directory import MissReason
 from kvpool.core.errors import (
@@ -42,6 +45,8 @@ from kvpool.core.namespace import FieldDifference, Namespace
 from kvpool.ops.version import __version__
 
 __all__ = [
+    "AsyncClient",
+    "AsyncKeyspace",
     "CapacityError",
     "Client",
     "ClientStats",
@@ -72,4 +77,5 @@ __all__ = [
     "__version__",
     "chain_hashes",
     "connect",
+    "connect_async",
 ]

@@ -1,5 +1,6 @@
 """The client library; its public names are re-exported by `kvpool`."""
 
+from kvpool.client.aio import AsyncClient, AsyncKeyspace, connect_async
 from kvpool.client.client import Client, connect
 from kvpool.client.keyspace import Keyspace
 from kvpool.client.results import (
@@ -15,6 +16,8 @@ from kvpool.client.results import (
 )
 
 __all__ = [
+    "AsyncClient",
+    "AsyncKeyspace",
     "Client",
     "ClientStats",
     "Keyspace",
@@ -27,4 +30,5 @@ __all__ = [
     "StoreResult",
     "WriteResult",
     "connect",
+    "connect_async",
 ]

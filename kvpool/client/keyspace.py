@@ -1,6 +1,7 @@
 """One namespace of a pool: match, load, store."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from kvpool.client.buffers import Buffers, blocks_of
@@ -20,7 +21,7 @@ from kvpool.core.keys import NO_PARENT, HashesLike, pack_hashes
 from kvpool.core.limits import HASH_BYTES, LEASE_S_MAX, MATCH_BLOCKS_MAX
 from kvpool.core.namespace import Namespace
 from kvpool.transport.deadline import Deadline
-from kvpool.transport.wire.messages import MatchReply, MatchRequest, Message
+from kvpool.transport.wire.messages import Done, MatchReply, MatchRequest, Message, ReleaseRequest
 
 if TYPE_CHECKING:
     from kvpool.client.client import Client
@@ -67,7 +68,14 @@ class Keyspace:
         except KvpoolError as error:
             reason = MissReason.NODE_DOWN if isinstance(error, UnavailableError) else MissReason.OVER_DEADLINE
             return Match(0, reason)
-        return Match(reply.blocks, MissReason(reply.reason) if reply.reason else None)
+        return Match(reply.blocks, MissReason(reply.reason) if reply.reason else None, reply.lease)
+
+    def release(self, matched: Match, *, timeout_s: float | None = None) -> None:
+        """End the lease of a match early, once its blocks are loaded; without it the lease runs out by itself."""
+        deadline = self.client.deadline(timeout_s)
+        if matched.lease:
+            with suppress(UnavailableError):
+                self.client.meta.call(ReleaseRequest(matched.lease), Done, deadline, again=False)
 
     def load(
         self,

@@ -63,13 +63,13 @@ def load_blocks(
         return LoadResult(0, tuple(reasons), 0)
     why = MissReason(reply.reason) if reply.reason else MissReason.COLD
     load = _Load(keyspace, packed[first * HASH_BYTES :], destinations, shard, deadline, why)
-    load.read(_copies(reply))
+    load.read(_copies(reply), reply.count)
     return load.result()
 
 
 def _locate(keyspace: "Keyspace", packed: bytes, first: int, shard: int, deadline: Deadline) -> LocateReply:
     meta = keyspace.client.meta
-    request = LocateRequest(keyspace.namespace.id, packed, first, shard, 0, meta.topology.version)
+    request = LocateRequest(keyspace.namespace.id, packed, first, shard, meta.topology.version)
     reply = keyspace.call(request, LocateReply, deadline)
     meta.learn(reply.topology)
     return reply
@@ -105,8 +105,11 @@ class _Load:
         self._deadline = deadline
         self._reasons: list[MissReason | None] = [why] * len(destinations)
 
-    def read(self, copies: _Copies) -> None:
+    def read(self, copies: _Copies, blocks: int) -> None:
         """Read each block from its first copy; what fails is tried on the next one."""
+        if len(copies.block) == blocks:
+            self._read_each(copies)  # one copy each: the usual case
+            return
         while len(copies.block):
             _, first_of = np.unique(copies.block, return_index=True)
             chosen = np.zeros(len(copies.block), np.bool_)
@@ -127,8 +130,7 @@ class _Load:
     def _read_each(self, copies: _Copies) -> None:
         segments = set(copies.segment.tolist())
         for number in segments:
-            some = copies if len(segments) == 1 else copies.only(copies.segment == number)
-            self._read_segment(number, some)
+            self._read_segment(number, copies if len(segments) == 1 else copies.only(copies.segment == number))
 
     def _read_segment(self, number: int, copies: _Copies) -> None:
         client, blocks = self._keyspace.client, copies.block.tolist()

@@ -78,10 +78,17 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """What one rank's write of a reservation did: indexes into the slice."""
+    """What one rank's write of a reservation did.
+
+    Attributes:
+        committed: Indexes into the slice of the blocks written.
+        failed: Those of the others.
+        crowded: Whether a node had no extent long enough for some of them.
+    """
 
     committed: tuple[int, ...]
     failed: tuple[int, ...]
+    crowded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 STEP_BLOCKS = 256
 """Blocks reserved at a time by a store."""
 
+CROWDED_TRIES = 3
+"""Further tries when a node's free pages are too scattered; the directory makes a hole before each."""
+
 
 def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: bytes, deadline: Deadline) -> Reservation:
     """See `Keyspace.reserve`."""
@@ -41,14 +44,19 @@ def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: byte
 
 
 def abort_blocks(
-    keyspace: "Keyspace", reservation: Reservation, blocks: Sequence[int] | None, deadline: Deadline
+    keyspace: "Keyspace",
+    reservation: Reservation,
+    blocks: Sequence[int] | None,
+    deadline: Deadline,
+    *,
+    crowded: bool = False,
 ) -> None:
     """See `Keyspace.abort`."""
     if not reservation.number:
         return
     chosen = b"" if blocks is None else select_hashes(reservation.hashes, sorted(blocks))
     with suppress(UnavailableError):  # then the reservation runs out by itself
-        keyspace.client.meta.call(AbortRequest(reservation.number, chosen), Done, deadline, again=False)
+        keyspace.client.meta.call(AbortRequest(reservation.number, chosen, crowded), Done, deadline, again=False)
 
 
 def write_shard(
@@ -57,6 +65,7 @@ def write_shard(
     """See `Keyspace.write`."""
     committed: list[int] = []
     failed: list[int] = []
+    crowded = False
     by_segment: dict[int, list[SegmentGrant]] = {}
     for grant in reservation.grants:
         if grant.shard == shard:
@@ -66,9 +75,10 @@ def write_shard(
         for some, statuses in zip(
             blocks, _write_segment(keyspace, reservation, number, grants, blocks, sources, deadline), strict=True
         ):
+            crowded |= WriteStatus.NO_SLOT in statuses
             for block, status in zip(some, statuses, strict=True):
                 (committed if status == WriteStatus.COMMITTED else failed).append(block)
-    return WriteResult(tuple(committed), tuple(failed))
+    return WriteResult(tuple(committed), tuple(failed), crowded)
 
 
 def store_blocks(keyspace: "Keyspace", packed: bytes, sources: Blocks, first: int, deadline: Deadline) -> StoreResult:
@@ -92,7 +102,8 @@ class _Store:
         self._sources = sources
         self._first = first
         self._deadline = deadline
-        self._stored = self._existing = self._in_flight = 0
+        self._stored: set[int] = set()
+        self._existing = self._in_flight = 0
         self._missing_from: int | None = None
 
     def run(self) -> None:
@@ -116,15 +127,16 @@ class _Store:
 
     def result(self) -> StoreResult:
         """The sum of all steps."""
-        refused = len(self._sources) - self._stored - self._existing - self._in_flight
+        stored = len(self._stored)
+        refused = len(self._sources) - stored - self._existing - self._in_flight
         self._keyspace.client.counters.refused(refused)
         return StoreResult(
-            stored=self._stored,
+            stored=stored,
             existing=self._existing,
             in_flight=self._in_flight,
             refused=refused,
             missing_from=self._missing_from,
-            size_bytes=self._stored * self._keyspace.namespace.block_bytes,
+            size_bytes=stored * self._keyspace.namespace.block_bytes,
         )
 
     def _upto(self, start: int) -> bytes:
@@ -137,10 +149,17 @@ class _Store:
         self._in_flight += reservation.wants.count(Want.IN_FLIGHT)
         end = min(start + STEP_BLOCKS, len(self._sources))
         sources = self._sources.select(range(start, end))
-        written = write_shard(self._keyspace, reservation, sources, 0, self._deadline)
-        self._stored += len(written.committed)
-        if written.failed:
-            abort_blocks(self._keyspace, reservation, written.failed, self._deadline)
+        for tries_left in range(CROWDED_TRIES, -1, -1):
+            written = write_shard(self._keyspace, reservation, sources, 0, self._deadline)
+            self._stored.update(start + block for block in written.committed)
+            if not written.failed:
+                return
+            abort_blocks(self._keyspace, reservation, written.failed, self._deadline, crowded=written.crowded)
+            if not written.crowded or not tries_left:
+                return
+            # Most of what was written exists now; only the rest is wanted again.
+            upto = self._upto(start)
+            reservation = reserve_blocks(self._keyspace, upto, self._first + start, NO_PARENT, self._deadline)
 
 
 def _request(keyspace: "Keyspace", packed: bytes, first: int, parent: bytes) -> ReserveRequest:

@@ -104,14 +104,20 @@ def parse_namespace(document: bytes) -> Namespace:
     Raises:
         InvalidNamespaceError: Not JSON, an unknown, missing or impossible field, or too long.
     """
+    _check_length(document)
+    try:
+        namespace = msgspec.json.decode(document, type=Namespace)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidNamespaceError(f"namespace document cannot be read: {error}") from error
+    _check_length(namespace.document)  # longer by the defaults, and what others will be sent
+    return namespace
+
+
+def _check_length(document: bytes) -> None:
     if len(document) > NAMESPACE_DOCUMENT_BYTES_MAX:
         raise InvalidNamespaceError(
             f"namespace document of {len(document)} bytes; the limit is {NAMESPACE_DOCUMENT_BYTES_MAX}"
         )
-    try:
-        return msgspec.json.decode(document, type=Namespace)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidNamespaceError(f"namespace document cannot be read: {error}") from error
 
 
 def _check_range(field: str, value: int, maximum: int) -> None:

@@ -30,7 +30,8 @@ class Slab:
         if fit == len(self._lengths):
             return None
         length = self._lengths[fit]
-        start = min(self._starts_by_length[length]) if length > pages else next(iter(self._starts_by_length[length]))
+        starts = self._starts_by_length[length]
+        starts.add(start := starts.pop())  # unlike iterating, pop does not walk over what was taken before
         self._remove(start, length)
         if length > pages:
             self._add(start + pages, length - pages)

@@ -7,7 +7,8 @@ from kvpool.core.errors import UsageError
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 _SIZES |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+DURATION_S_MAX = 1e9
+_NUMBER = re.compile(r"^\s*(\d{1,20}(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
 
 
 def parse_size(text: str | int) -> int:
@@ -27,13 +28,21 @@ def parse_size(text: str | int) -> int:
 
 
 def parse_duration(text: str | float) -> float:
-    """Seconds in ``text``: a number of seconds, or a number with us, ms, s, m, h, d."""
+    """Seconds in ``text``: a number of seconds, or a number with us, ms, s, m, h, d.
+
+    Raises:
+        UsageError: Anything else, or more than `DURATION_S_MAX`.
+    """
     if isinstance(text, int | float) and not isinstance(text, bool):
-        return float(text)
-    number, unit = _split(str(text), "duration", "200ms")
-    if unit not in _DURATIONS and unit != "":
-        raise UsageError(f"duration {text!r}: unit {unit!r} is not known; use one of {', '.join(_DURATIONS)}")
-    return float(number) * _DURATIONS.get(unit, 1.0)
+        seconds: float = text
+    else:
+        number, unit = _split(str(text), "duration", "200ms")
+        if unit not in _DURATIONS and unit != "":
+            raise UsageError(f"duration {text!r}: unit {unit!r} is not known; use one of {', '.join(_DURATIONS)}")
+        seconds = float(number) * _DURATIONS.get(unit, 1.0)
+    if not abs(seconds) <= DURATION_S_MAX:
+        raise UsageError(f"duration {text!r} is more than {DURATION_S_MAX:g} s, or no number; give a shorter one")
+    return float(seconds)
 
 
 def format_size(size_bytes: int) -> str:

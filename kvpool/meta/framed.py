@@ -20,6 +20,7 @@ from kvpool.transport.wire.messages import (
     MatchRequest,
     Message,
     Ping,
+    ReleaseRequest,
     ReportBadRequest,
     ReserveReply,
     ReserveRequest,
@@ -37,6 +38,7 @@ class MetaSession:
         self._principal = ""
         self._handlers: dict[type[Message], Callable[[Any], Message]] = {
             MatchRequest: self._match,
+            ReleaseRequest: self._release,
             LocateRequest: self._locate,
             ReserveRequest: self._reserve,
             CommitRequest: self._commit,
@@ -62,13 +64,14 @@ class MetaSession:
 
     def _match(self, request: MatchRequest) -> Message:
         matched = self._service.match(request.namespace, request.hashes, request.first, _seconds(request.lease_ms))
-        return MatchReply(matched.blocks, matched.reason or "")
+        return MatchReply(matched.blocks, matched.reason or "", matched.lease)
+
+    def _release(self, request: ReleaseRequest) -> Message:
+        return Done(int(self._service.release(request.lease)))
 
     def _locate(self, request: LocateRequest) -> Message:
         shard = None if request.shard == ALL_SHARDS else request.shard
-        location = self._service.locate(
-            request.namespace, request.hashes, request.first, shard, _seconds(request.lease_ms)
-        )
+        location = self._service.locate(request.namespace, request.hashes, request.first, shard)
         return LocateReply(
             count=location.blocks,
             reason=location.reason or "",
@@ -119,7 +122,7 @@ class MetaSession:
         if request.hashes:
             count_hashes(request.hashes, RESERVE_BLOCKS_MAX)
             hashes = split_hashes(request.hashes)
-        return Done(self._service.abort(request.reservation, hashes))
+        return Done(self._service.abort(request.reservation, hashes, crowded=request.crowded))
 
     def _report_bad(self, request: ReportBadRequest) -> Message:
         count_hashes(request.hash, 1)

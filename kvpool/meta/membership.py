@@ -1,5 +1,6 @@
 """The control stream of a node: its hello, inventory and heartbeats come in, its welcome and orders go out."""
 
+import math
 import threading
 from collections.abc import Iterator
 
@@ -144,7 +145,9 @@ class _Stream:
     def _take_inventory(self, part: membership_pb2.Inventory) -> None:
         count = count_hashes(part.hashes, ANNOUNCE_BLOCKS_MAX)
         columns = (part.shard, part.slot, part.generation, part.checksum, part.age_s)
-        _check_columns(count, len(part.parents) // HASH_BYTES, *[len(column) for column in columns])
+        _check_columns(count, len(part.parents) / HASH_BYTES, *[len(column) for column in columns])
+        if not all(0 <= age_s < math.inf for age_s in part.age_s):
+            raise ProtocolError("an age that is no number of seconds")
         parents = [parent if any(parent) else b"" for parent in split_hashes(part.parents)]
         blocks = [AnnouncedBlock(*row) for row in zip(split_hashes(part.hashes), parents, *columns, strict=True)]
         unwanted = self._service.take_inventory(self._member, part.segment_id, part.document, blocks)
@@ -163,6 +166,6 @@ def _free_slots(orders: list[FreeSlot]) -> membership_pb2.ToNode:
     )
 
 
-def _check_columns(count: int, *lengths: int) -> None:
+def _check_columns(count: int, *lengths: float) -> None:
     if any(length != count for length in lengths):
         raise ProtocolError(f"columns of {lengths} elements for {count} hashes; they must be equally long")

@@ -23,7 +23,7 @@ from kvpool.core.directory import (
     ReserveResult,
     Share,
 )
-from kvpool.core.errors import InvalidHashError, UnavailableError
+from kvpool.core.errors import InvalidHashError, UnavailableError, UsageError
 from kvpool.core.grants import Grant, seal
 from kvpool.core.limits import HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
 from kvpool.core.members import Member, Members, MemberSegment, MemberState
@@ -98,11 +98,15 @@ class MetaService:
         with self._lock:
             return self._directory.match(_checked_id(namespace_id), hashes, first, self._lease_s(lease_s))
 
-    def locate(self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None, lease_s: float) -> Location:
+    def release(self, lease: int) -> bool:
+        """See `Directory.release`."""
+        with self._lock:
+            return self._directory.release(lease)
+
+    def locate(self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None) -> Location:
         """See `Directory.locate`."""
         with self._lock:
-            namespace_id = _checked_id(namespace_id)
-            return self._directory.locate(namespace_id, hashes, first, shard, self._lease_s(lease_s))
+            return self._directory.locate(_checked_id(namespace_id), hashes, first, shard)
 
     def reserve(
         self, namespace_id: bytes, hashes: bytes, first: int, parent: bytes, owner: str, ttl_s: float
@@ -114,8 +118,6 @@ class MetaService:
         ttl_s = min(ttl_s or self.settings.reservation_ttl_s, RESERVATION_S_MAX)
         with self._lock:
             result = self._directory.reserve(namespace_id, hashes, first, parent, owner=owner, ttl_s=ttl_s)
-            if any(share.victims for share in result.shares.values()):
-                self._orders_changed.notify_all()
             above = parent if not first else hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES]
             chain = (above or bytes(HASH_BYTES)) + hashes[first * HASH_BYTES :]
             step = _grant_blocks(self._directory.namespace(namespace_id).block_bytes)
@@ -131,10 +133,10 @@ class MetaService:
             ]
         return Reserved(result, grants)
 
-    def abort(self, reservation: int, hashes: list[bytes] | None) -> int:
+    def abort(self, reservation: int, hashes: list[bytes] | None, *, crowded: bool = False) -> int:
         """See `Directory.abort`."""
         with self._lock:
-            return self._directory.abort(reservation, hashes)
+            return self._directory.abort(reservation, hashes, crowded=crowded)
 
     def report_bad(self, namespace_id: bytes, block_hash: bytes, segment: int, slot: int, generation: int) -> bool:
         """See `Directory.report_bad`; False for a segment that is not open any more."""
@@ -188,10 +190,16 @@ class MetaService:
     def take_inventory(
         self, member: Member, segment_id: bytes, document: bytes, blocks: list[AnnouncedBlock]
     ) -> list[AnnouncedBlock]:
-        """Part of a node's inventory; the blocks the node must free."""
+        """Part of a node's inventory; the blocks the node must free.
+
+        Raises:
+            UsageError: A segment that the node did not name when it joined.
+        """
         namespace = parse_namespace(document)
         with self._lock:
             self._check_session(member)
+            if all(segment.segment_id != segment_id for segment in member.segments):
+                raise UsageError(f"segment {segment_id.hex()} is not of node {member.node_id}; join with it first")
             self._directory.open_namespace(namespace)
             wanted = self._directory.announce(segment_id, namespace.id, blocks)
         return [block for block, want in zip(blocks, wanted, strict=True) if not want]
@@ -314,7 +322,8 @@ class MetaService:
             self._directory.check_integrity()
 
     def _drop_segments(self, member: Member) -> None:
-        for segment in member.segments:
+        # As many as it has opened: the others may be of another node.
+        for segment, _ in zip(member.segments, member.numbers, strict=False):
             self._directory.lose_segment(segment.segment_id)
         member.numbers.clear()
 

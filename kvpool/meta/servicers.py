@@ -48,15 +48,18 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
 
     def Match(self, request: directory_pb2.MatchRequest, context: grpc.ServicerContext) -> directory_pb2.MatchResponse:
         matched = self._service.match(request.namespace, request.hashes, request.first, request.lease_ms / 1000)
-        return directory_pb2.MatchResponse(blocks=matched.blocks, reason=matched.reason or "")
+        return directory_pb2.MatchResponse(blocks=matched.blocks, reason=matched.reason or "", lease=matched.lease)
+
+    def Release(
+        self, request: directory_pb2.ReleaseRequest, context: grpc.ServicerContext
+    ) -> directory_pb2.ReleaseResponse:
+        return directory_pb2.ReleaseResponse(released=self._service.release(request.lease))
 
     def Locate(
         self, request: directory_pb2.LocateRequest, context: grpc.ServicerContext
     ) -> directory_pb2.LocateResponse:
         shard = request.shard if request.HasField("shard") else None
-        location = self._service.locate(
-            request.namespace, request.hashes, request.first, shard, request.lease_ms / 1000
-        )
+        location = self._service.locate(request.namespace, request.hashes, request.first, shard)
         return directory_pb2.LocateResponse(
             blocks=location.blocks,
             reason=location.reason or "",
@@ -100,7 +103,8 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
         if request.hashes:
             count_hashes(request.hashes, RESERVE_BLOCKS_MAX)
             hashes = split_hashes(request.hashes)
-        return directory_pb2.AbortResponse(blocks=self._service.abort(request.reservation, hashes))
+        blocks = self._service.abort(request.reservation, hashes, crowded=request.crowded)
+        return directory_pb2.AbortResponse(blocks=blocks)
 
     def ReportBad(
         self, request: directory_pb2.ReportBadRequest, context: grpc.ServicerContext

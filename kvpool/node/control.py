@@ -92,10 +92,10 @@ class Control:
             except KvpoolError as error:
                 self.failure = str(error)
             self._store.session = None
-            if self.ready.is_set():
+            if self.ready.is_set() and not self._stopping.is_set():
                 log.warning("control_stream_ended", node=self._node_id, reason=self.failure)
-                self.ready.clear()
                 delay_s = REDIAL_FIRST_S
+            self.ready.clear()
             self._stopping.wait(delay_s)
             delay_s = min(2 * delay_s, REDIAL_MAX_S)
 

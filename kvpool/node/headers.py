@@ -1,8 +1,8 @@
 """Slot headers: what each slot holds, in a file that only the node maps, so that slots describe themselves.
 
 The file is one 64-byte prologue and one record for each page of the payload; the record of a slot's first page is its
-header. The file is sparse: memory for a record is allocated before it is written, since a write to a mapping that finds
-memory full would be the end of the process. Little-endian:
+header. The file is sparse: memory for a record is allocated before it is written, and a hole is never touched, since a
+mapping that finds memory full, be it to read, is the end of the process. Little-endian:
 
     prologue  magic 8s | version u32 | record size u32 | pages u64 | segment id 16s | next generation u64 | pad
     record    `RECORD`; the header checksum is xxh3-64 of all before it but the state
@@ -109,7 +109,7 @@ class HeaderFile:
                 os.ftruncate(self._descriptor, size_bytes)
             elif os.fstat(self._descriptor).st_size != size_bytes:
                 raise CapacityError(f"{path} belongs to a segment of another size; remove it to start empty")
-            self._allocated: set[int] = set()
+            self._allocated = _data_pages(self._descriptor, size_bytes)
             self._allocate(np.zeros(1, np.uint32))
             self._map = mmap.mmap(self._descriptor, size_bytes)
             self.next_generation = 1 if fresh else self._read_prologue(path)
@@ -149,7 +149,7 @@ class HeaderFile:
         return headers
 
     def read(self, pages: Pages) -> SlotHeaders:
-        """What was last written for slots at ``pages``."""
+        """What was last written for slots at ``pages``; each of them was."""
         return SlotHeaders(pages, self._records[pages])
 
     def clear(self, pages: int | list[int]) -> None:
@@ -158,7 +158,9 @@ class HeaderFile:
 
     def scan(self, state: SlotState) -> SlotHeaders:
         """Every slot in ``state`` that the file describes soundly, in page order."""
-        pages = np.flatnonzero(self._records["state"] == state).astype(np.uint32)
+        first, last = _file_pages(np.arange(self.pages))
+        pages = np.flatnonzero(self._allocated[first] & self._allocated[last])
+        pages = pages[self._records["state"][pages] == state].astype(np.uint32)
         headers = self.read(pages)
         lengths = headers.records["length"]
         ends = pages + -(-lengths.astype(np.float64) // PAGE_BYTES)
@@ -174,15 +176,14 @@ class HeaderFile:
 
     def _allocate(self, pages: Pages) -> None:
         """Have memory for the records of ``pages``."""
-        starts = pages.astype(np.int64) * RECORD_BYTES + _PROLOGUE.size
-        touched = {0, *(starts // PAGE_BYTES).tolist(), *((starts + RECORD_BYTES - 1) // PAGE_BYTES).tolist()}
-        for page in sorted(touched - self._allocated):
+        touched = np.concatenate(_file_pages(pages))
+        for page in np.unique(touched[~self._allocated[touched]]).tolist():
             try:
                 size_bytes = min(PAGE_BYTES, os.fstat(self._descriptor).st_size - page * PAGE_BYTES)
                 os.posix_fallocate(self._descriptor, page * PAGE_BYTES, size_bytes)
             except OSError as error:
                 raise CapacityError(f"no memory for slot headers beside the payload: {error}") from error
-            self._allocated.add(page)
+            self._allocated[page] = True
 
     def _read_prologue(self, path: Path) -> int:
         magic, version, record_bytes, pages, segment_id, generation = _PROLOGUE.unpack_from(self._map, 0)
@@ -190,6 +191,24 @@ class HeaderFile:
         if found != (MAGIC, VERSION, RECORD_BYTES, self.pages, self._segment_id):
             raise CapacityError(f"{path} is not the header file of this segment; remove it to start empty")
         return int(generation)
+
+
+def _data_pages(descriptor: int, size_bytes: int) -> NDArray[np.bool_]:
+    """Which pages of the file are no holes."""
+    found = np.zeros(-(-size_bytes // PAGE_BYTES), np.bool_)
+    end = 0
+    with contextlib.suppress(OSError):  # nothing but a hole is left
+        while end < size_bytes:
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+            end = os.lseek(descriptor, start, os.SEEK_HOLE)
+            found[start // PAGE_BYTES : -(-end // PAGE_BYTES)] = True
+    return found
+
+
+def _file_pages(pages: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first and the last page of the file that the records of ``pages`` lie in."""
+    starts = pages.astype(np.int64) * RECORD_BYTES + _PROLOGUE.size
+    return starts // PAGE_BYTES, (starts + RECORD_BYTES - 1) // PAGE_BYTES
 
 
 def make_records(count: int, **fields: Any) -> Records:  # noqa: ANN401 - scalars and arrays of each field's type

@@ -71,7 +71,7 @@ class MetaLink:
         try:
             pool, _ = self._current()
             with pool.connection(CALL_TIMEOUT_S) as connection:
-                connection.call(AbortRequest(reservation, b"".join(hashes)), Done, CALL_TIMEOUT_S)
+                connection.call(AbortRequest(reservation, b"".join(hashes), crowded=False), Done, CALL_TIMEOUT_S)
         except KvpoolError as error:
             log.info("abort_not_delivered", reservation=reservation, error=str(error))
 

@@ -132,15 +132,14 @@ class NodeStore:
 
         The slots stay in place until `end_receive`, which must follow whatever happens.
         """
+        named = zip(slots.tolist(), generations.tolist(), strict=True)
         with self._lock:
-            found: list[Receiving | None] = []
-            seeds = self._seeds(slots)
-            for i, (page, generation) in enumerate(zip(slots.tolist(), generations.tolist(), strict=True)):
-                slot = self._slots.writing(page, generation, owner)
-                if slot is not None:
-                    slot.pins += 1
-                found.append(Receiving(slot, self._view(page, slot.length), seeds[i]) if slot is not None else None)
-            return found
+            found = [self._slots.writing(page, generation, owner) for page, generation in named]
+            mine = [slot for slot in found if slot is not None]
+            for slot in mine:
+                slot.pins += 1
+            seeds = iter(self._seeds(mine))
+            return [None if s is None else Receiving(s, self._view(s.page, s.length), next(seeds)) for s in found]
 
     def end_receive(self, received: list[tuple[Receiving, bool]]) -> None:
         """The bytes have arrived, and are the writer's (True) or not: then the slot goes."""
@@ -322,9 +321,9 @@ class NodeStore:
             self._headers.clear(page)
         return freed
 
-    def _seeds(self, pages: NDArray[np.uint32]) -> list[int]:
-        """Checksum seeds of the slots at ``pages``, from their headers; anything for pages that are none."""
-        records = self._headers.read(np.minimum(pages, self._headers.pages - 1)).records
+    def _seeds(self, slots: list[Slot]) -> list[int]:
+        """Checksum seeds of the slots, from their headers."""
+        records = self._headers.read(np.array([slot.page for slot in slots], np.uint32)).records
         return [
             block_seeds(int.from_bytes(namespace[:8], "little"), block_hash, shard, [generation], length)[0]
             for namespace, block_hash, shard, generation, length in zip(

@@ -73,8 +73,10 @@ def checksums_side_by_side(view: memoryview, length: int, seeds: list[int]) -> l
 def _runs(slots: NDArray[np.uint32], length: int) -> Iterator[tuple[int, int, int]]:
     """(first, end, byte offset) of the stretches of ``slots`` in which each begins where the one before it ends."""
     pages, rest = divmod(length, PAGE_BYTES)
-    steps = np.diff(slots.astype(np.int64))
-    cuts = range(1, len(slots)) if rest else (np.flatnonzero(steps != pages) + 1).tolist()
+    if rest or len(slots) == 1:
+        cuts = list(range(1, len(slots)))
+    else:
+        cuts = (np.flatnonzero(slots[1:] != slots[:-1] + np.uint32(pages)) + 1).tolist()
     for first, end in itertools.pairwise([0, *cuts, len(slots)]):
         yield first, end, int(slots[first]) * PAGE_BYTES
 

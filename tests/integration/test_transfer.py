@@ -1,5 +1,7 @@
 """Bytes through real processes over every transport: what comes out is what went in."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -57,7 +59,7 @@ def test_pieces_of_unequal_length_are_gathered_and_scattered(pool, rng, transpor
     cuts, other_cuts = (0, 10, 5000, BLOCK_BYTES), (0, 33_000, 33_001, BLOCK_BYTES)
 
     def pieces(block, at):
-        return [block[a:b] for a, b in zip(at, at[1:], strict=False)]
+        return [block[a:b] for a, b in pairwise(at)]
 
     keyspace.store(chain, [pieces(block, cuts) for block in blocks])
     result = keyspace.load(chain, [pieces(block, other_cuts) for block in loaded])
@@ -193,3 +195,43 @@ def test_mixed_block_sizes_stay_writable_in_a_full_pool(start_pool, rng):
 
     assert sum(stored) >= 0.9 * len(stored), "fragmentation refuses few blocks"
     assert client.status().nodes[0].used_bytes <= 16 << 20
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("block_bytes", [4096, BLOCK_BYTES, 5000, 1 << 20])
+def test_blocks_side_by_side_in_one_array_keep_every_byte(pool, rng, transport, block_bytes):
+    blocks, loaded = random_blocks(rng, 40, block_bytes), blank(40, block_bytes)
+    chain = random_chain(40)
+    keyspace = open_blocks(pool.connect(transport), block_bytes)
+
+    assert keyspace.store(chain[:30], blocks[:30]).stored == 30
+    assert keyspace.store(chain, blocks[30:], first=30).stored == 10
+    assert keyspace.load(chain, loaded).loaded == 40
+    np.testing.assert_array_equal(blocks, loaded)
+
+
+def test_a_store_longer_than_one_step_is_reserved_while_it_is_written(pool, rng):
+    chain, blocks, loaded = random_chain(1000), random_blocks(rng, 1000, 4096), blank(1000, 4096)
+    keyspace = open_blocks(pool.connect(), 4096)
+
+    stored = keyspace.store(chain, blocks)
+
+    assert stored == kvpool.StoreResult(stored=1000, size_bytes=1000 * 4096)
+    assert keyspace.load(chain, loaded).loaded == 1000
+    np.testing.assert_array_equal(blocks, loaded)
+
+
+def test_a_released_lease_holds_nothing(start_pool, rng):
+    pool = start_pool(size="1MiB")
+    keyspace = open_blocks(pool.connect())
+    chain = random_chain(8)
+    keyspace.store(chain, random_blocks(rng, 8))
+    matched = keyspace.match(chain, lease_s=60)
+
+    keyspace.release(matched)
+    keyspace.release(matched)
+    stored = keyspace.store(random_chain(16), random_blocks(rng, 16))
+
+    assert matched.lease
+    assert stored.stored == 16
+    assert keyspace.match(chain).reason == kvpool.MissReason.EVICTED

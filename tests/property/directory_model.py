@@ -55,6 +55,7 @@ class Write:
 class Lease:
     """Blocks that a match promised to keep."""
 
+    number: int
     namespace: Namespace
     hashes: list[bytes]
     until_us: int
@@ -205,10 +206,9 @@ class DirectoryModel:
 
     # Readers and operators
 
-    def lease(self, namespace: Namespace, hashes: list[bytes], lease_s: float) -> None:
+    def lease(self, number: int, namespace: Namespace, hashes: list[bytes], lease_s: float) -> None:
         """A match promised to keep these blocks."""
-        if lease_s:
-            self.leases.append(Lease(namespace, hashes, self.now_us() + microseconds(lease_s)))
+        self.leases.append(Lease(number, namespace, hashes, self.now_us() + microseconds(lease_s)))
 
     def check_matched(self, blocks: int, expected: int, lease_s: float, leased_bytes: int) -> None:
         """A match is the naive answer, unless the lease cap shortened it in a nearly full pool."""

@@ -88,20 +88,24 @@ class DirectoryMachine(RuleBasedStateMachine):
         matched = self.directory.match(namespace.id, b"".join(hashes), first, lease_s)
         self.pool.check_matched(matched.blocks, expected, lease_s, leased_bytes)
         assert (matched.reason is None) == (matched.blocks == len(hashes) or matched.blocks < expected)
-        if matched.blocks > first:
-            self.pool.lease(namespace, hashes[: matched.blocks], lease_s)
+        assert bool(matched.lease) == (lease_s > 0 and matched.blocks > first)
+        if matched.lease:
+            self.pool.lease(matched.lease, namespace, hashes[: matched.blocks], lease_s)
 
-    @rule(name=names, tokens=chains, pick=picks, lease_s=st.sampled_from((0.0, 2.0)))
-    def locate(self, name: str, tokens: Tokens, pick: int, lease_s: float) -> None:
+    @precondition(lambda self: self.pool.leases)
+    @rule(pick=picks)
+    def release(self, pick: int) -> None:
+        lease = self.pool.leases.pop(pick % len(self.pool.leases))
+        assert self.directory.release(lease.number) or not lease.hashes
+        assert not self.directory.release(lease.number)
+
+    @rule(name=names, tokens=chains, pick=picks)
+    def locate(self, name: str, tokens: Tokens, pick: int) -> None:
         namespace = NAMESPACES[name]
         hashes = self.pool.some_chain(namespace, tokens, pick)
-        expected, leased_bytes = self.pool.count_visible(namespace, hashes), self.directory.stats().leased_bytes
         first, shard = pick % len(hashes), pick % namespace.shards if pick & 1 else None
-        found = self.directory.locate(namespace.id, b"".join(hashes), first, shard, lease_s)
-        if expected > first:
-            self.pool.check_matched(max(first, first + found.blocks), expected, lease_s, leased_bytes)
-        else:
-            assert found.blocks == 0
+        found = self.directory.locate(namespace.id, b"".join(hashes), first, shard)
+        assert found.blocks == max(0, self.pool.count_visible(namespace, hashes) - first)
         shards = range(namespace.shards) if shard is None else [shard]
         copies = list(zip(found.block, found.shard, found.segment, found.slot, found.generation, strict=True))
         assert {(block, of_shard) for block, of_shard, *_ in copies} == set(product(range(found.blocks), shards))
@@ -109,8 +113,6 @@ class DirectoryMachine(RuleBasedStateMachine):
             held = self.pool.online[number].held[slot]
             assert (held.hash, held.shard) == (hashes[first + block], of_shard)
             assert (held.generation, held.checksum) == (generation, checksum)
-        if found.blocks:
-            self.pool.lease(namespace, hashes[: first + found.blocks], lease_s)
 
     # Time
 

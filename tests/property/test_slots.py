@@ -55,21 +55,28 @@ class SlotsMachine(RuleBasedStateMachine):
 
     # Writers
 
-    @rule(length=st.integers(1, 6 * PAGE_BYTES), owner=owners, ttl_s=st.sampled_from((0.0, 5.0, TTL_MAX_S)))
-    def prepare(self, length: int, owner: int, ttl_s: float) -> None:
-        pages = -(-length // PAGE_BYTES)
-        slot = self.slots.prepare(length, owner, ttl_s)
+    @rule(
+        length=st.integers(1, 6 * PAGE_BYTES),
+        count=st.integers(1, 5),
+        owner=owners,
+        ttl_s=st.sampled_from((0.0, 5.0, TTL_MAX_S)),
+    )
+    def prepare(self, length: int, count: int, owner: int, ttl_s: float) -> None:
+        pages, until_s = -(-length // PAGE_BYTES), self.clock() + ttl_s
+        extents = [len(extent) for extent in self.free_extents()]
 
-        if slot is None:
-            assert pages > max(map(len, self.free_extents()), default=0), "refused only when no extent is long enough"
-            return
-        taken = set(range(slot.page, slot.page + pages))
-        assert taken <= set().union(*self.free_extents()), "pages of a slot, pinned or resting, are not given out"
-        assert slot.generation > self.last_generation, "generations never repeat"
-        self.last_generation = slot.generation
-        until_s = self.clock() + ttl_s
-        self.held.append(Held(slot, slot.page, slot.pages, slot.generation, owner, until_s, WRITING))
-        assert (slot.pages, slot.until_s) == (pages, until_s)
+        slots = self.slots.prepare(length, count, owner, ttl_s, reservation=7)
+
+        assert len(slots) == min(count, sum(extent // pages for extent in extents)), "refused only without room"
+        if max(extents) >= count * pages:
+            assert [slot.page - slots[0].page for slot in slots] == list(range(0, count * pages, pages))
+        for slot in slots:
+            taken = set(range(slot.page, slot.page + pages))
+            assert taken <= set().union(*self.free_extents()), "pages of a slot, pinned or resting, are not given out"
+            assert slot.generation > self.last_generation, "generations never repeat"
+            self.last_generation = slot.generation
+            self.held.append(Held(slot, slot.page, slot.pages, slot.generation, owner, until_s, WRITING))
+            assert (slot.pages, slot.length, slot.reservation, slot.until_s) == (pages, length, 7, until_s)
 
     @precondition(lambda self: self.held)
     @rule(pick=picks, owner=owners)
@@ -170,9 +177,10 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @initialize(committed=st.integers(0, 3))
     def used_before(self, committed: int) -> None:
-        for _ in range(committed):
-            self.prepare(2 * PAGE_BYTES, 1, TTL_MAX_S)
-            self.commit(len(self.held) - 1, 1)
+        if committed:
+            self.prepare(2 * PAGE_BYTES, committed, 1, TTL_MAX_S)
+        for i in range(committed):
+            self.commit(i, 1)
 
     @rule()
     def restart(self) -> None:
@@ -183,7 +191,7 @@ class SlotsMachine(RuleBasedStateMachine):
         self.held = described
         for held in described:
             committed = held.state == COMMITTED
-            held.slot = self.slots.adopt(held.page, held.pages, held.generation, committed=committed)
+            held.slot = self.slots.adopt(held.page, held.slot.length, held.generation, committed=committed)
             held.owner = held.pins = 0
             assert held.slot is not None
             if not committed:
@@ -197,7 +205,7 @@ class SlotsMachine(RuleBasedStateMachine):
         start = max(0, held.page - before)
         reaching = max(pages, held.page - start + 1)
 
-        assert self.slots.adopt(start, reaching, 1, committed=True) is None
+        assert self.slots.adopt(start, reaching * PAGE_BYTES, 1, committed=True) is None
 
     # What always holds
 
@@ -271,23 +279,23 @@ def make_slots(pages: int = PAGES) -> tuple[Slots, ManualClock]:
 
 def test_pages_of_a_pinned_slot_are_given_out_after_the_last_unpin_only():
     slots, _ = make_slots(1)
-    slot = slots.prepare(1, 1, 5.0)
+    [slot] = slots.prepare(1, 1, 1, 5.0)
     slots.commit(slot)
     slots.pin(slot.page, slot.generation)
     slots.pin(slot.page, slot.generation)
 
     assert slots.free(slot.page, slot.generation)
-    assert slots.prepare(1, 1, 5.0) is None
+    assert slots.prepare(1, 1, 1, 5.0) == []
 
     slots.unpin(slot)
-    assert slots.prepare(1, 1, 5.0) is None
+    assert slots.prepare(1, 1, 1, 5.0) == []
     slots.unpin(slot)
-    assert slots.prepare(1, 1, 5.0).generation == slot.generation + 1
+    assert [again.generation for again in slots.prepare(1, 1, 1, 5.0)] == [slot.generation + 1]
 
 
 def test_a_second_order_does_not_shorten_or_lengthen_what_the_first_one_began():
     slots, clock = make_slots()
-    slot = slots.prepare(1, 1, 5.0)
+    [slot] = slots.prepare(1, 1, 1, 5.0)
     slots.commit(slot)
     slots.pin(slot.page, slot.generation)
 
@@ -304,7 +312,7 @@ def test_a_second_order_does_not_shorten_or_lengthen_what_the_first_one_began():
 def test_a_slot_beyond_the_segment_is_not_adopted(page):
     slots, _ = make_slots()
 
-    assert slots.adopt(page, 2, 1, committed=True) is None
+    assert slots.adopt(page, PAGE_BYTES + 1, 1, committed=True) is None
     slots.check_integrity()
 
 
@@ -313,4 +321,4 @@ def test_generations_go_on_above_those_adopted():
     slots.adopt(3, 1, 77, committed=True)
     slots.adopt(5, 1, 12, committed=True)
 
-    assert slots.prepare(1, 1, 5.0).generation == 78
+    assert [slot.generation for slot in slots.prepare(1, 2, 1, 5.0)] == [78, 79]

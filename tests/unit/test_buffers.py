@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvpool.client.buffers import PIECES_MAX, pieces_of
+from kvpool.client.buffers import PIECES_MAX, blocks_of
 from kvpool.core.errors import InvalidBufferError
 
 BLOCK_BYTES = 16
@@ -28,13 +28,26 @@ WRITABLE = {
 DTYPES = ["uint8", "int8", "bool", "float16", "float32", "int64", "complex64", "S16", "U4", "V16", "M8[us]", "m8[s]"]
 
 
+def pieces_of(buffers, *, writable):
+    blocks = blocks_of(buffers, BLOCK_BYTES, writable=writable)
+    return [blocks.pieces(i) for i in range(len(blocks))]
+
+
 def loaded_into(*buffers):
-    return pieces_of(buffers, BLOCK_BYTES, writable=True)
+    return pieces_of(buffers, writable=True)
 
 
 def refusal(buffer, *, writable=True):
+    """Of a buffer that is the second of a list."""
     with pytest.raises(InvalidBufferError) as caught:
-        blocks_of([bytearray(BLOCK_BYTES), buffer], BLOCK_BYTES, writable=writable)
+        pieces_of([bytearray(BLOCK_BYTES), buffer], writable=writable)
+    return str(caught.value)
+
+
+def refusal_of_all(buffers, *, writable=True):
+    """Of one buffer for all blocks."""
+    with pytest.raises(InvalidBufferError) as caught:
+        pieces_of(buffers, writable=writable)
     return str(caught.value)
 
 
@@ -55,14 +68,15 @@ def test_the_bytes_of_every_dtype_can_be_stored(dtype):
     whole = np.frombuffer(bytes(range(BLOCK_BYTES)), np.uint8)
     buffer = whole.view(dtype)
 
-    [[piece]] = pieces_of([buffer], BLOCK_BYTES, writable=False)
-
-    assert bytes(piece) == whole.tobytes()
+    assert pieces_of([buffer], writable=False) == [[whole.tobytes()]]
+    assert pieces_of(buffer, writable=False) == [[whole.tobytes()]]
 
 
 @pytest.mark.parametrize("buffer", [bytes(BLOCK_BYTES), memoryview(bytes(BLOCK_BYTES))], ids=["bytes", "memoryview"])
 def test_read_only_memory_can_be_stored_from_but_not_loaded_into(buffer):
-    assert pieces_of([buffer], BLOCK_BYTES, writable=False) == [[buffer]]
+    assert pieces_of([buffer], writable=False) == [[buffer]]
+    assert pieces_of(buffer, writable=False) == [[buffer]]
+    assert refusal_of_all(buffer) == "buffers is read-only; a load needs a writable buffer"
     assert refusal(buffer) == "buffers[1] is read-only; a load needs a writable buffer"
 
 
@@ -89,6 +103,7 @@ def test_a_read_only_array_cannot_be_loaded_into(dtype):
 )
 def test_scattered_memory_is_refused_with_the_fix(buffer):
     assert refusal(buffer) == "buffers[1] is not contiguous; give its contiguous pieces as a list"
+    assert refusal_of_all(buffer) == "buffers is not contiguous; give its contiguous pieces as a list"
 
 
 @pytest.mark.parametrize("sequence", [list, tuple])
@@ -101,14 +116,42 @@ def test_a_block_may_lie_in_pieces(sequence):
     assert (first, second.tobytes()) == (b"first", b"second half")
 
 
-def test_every_buffer_has_its_own_pieces():
-    blocks = np.zeros((3, BLOCK_BYTES), np.uint8)
+@pytest.mark.parametrize("form", ["2-d", "list", "flat"])
+def test_an_array_of_blocks_is_written_block_by_block(form):
+    array = np.zeros((3, BLOCK_BYTES), np.uint8)
+    buffers = {"2-d": array, "list": list(array), "flat": array.reshape(-1)}[form]
 
-    pieces = pieces_of(blocks, BLOCK_BYTES, writable=True)
-    for i, [piece] in enumerate(pieces):
+    for i, [piece] in enumerate(pieces_of(buffers, writable=True)):
         piece[:] = bytes([i]) * BLOCK_BYTES
 
-    assert [[i] * BLOCK_BYTES for i in range(3)] == blocks.tolist()
+    assert [[i] * BLOCK_BYTES for i in range(3)] == array.tolist()
+
+
+def test_blocks_side_by_side_are_known_to_be():
+    assert blocks_of(np.zeros((3, 4), np.float32), BLOCK_BYTES, writable=True).whole is not None
+    assert blocks_of([bytearray(BLOCK_BYTES)], BLOCK_BYTES, writable=True).whole is None
+
+
+@pytest.mark.parametrize("chosen", [[0], [1, 2], [0, 2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("in_list", [False, True])
+def test_some_blocks_are_selected_in_their_order(in_list, chosen):
+    whole = bytes(range(3 * BLOCK_BYTES))
+    each = [whole[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES] for i in range(3)]
+
+    blocks = blocks_of(each if in_list else whole, BLOCK_BYTES, writable=False).select(chosen)
+
+    assert [b"".join(blocks.pieces(i)) for i in range(len(blocks))] == [each[i] for i in chosen]
+
+
+def test_one_buffer_that_is_no_number_of_blocks_is_refused():
+    shown = f"buffers has {3 * BLOCK_BYTES + 1} bytes, not a multiple of the namespace's {BLOCK_BYTES} (block_bytes)"
+
+    assert refusal_of_all(bytearray(3 * BLOCK_BYTES + 1)) == shown
+
+
+@pytest.mark.parametrize("buffers", [[], (), bytearray(), np.zeros((0, BLOCK_BYTES), np.uint8)], ids=lambda buffer: type(buffer).__name__)
+def test_no_buffers_are_no_blocks(buffers):
+    assert len(blocks_of(buffers, BLOCK_BYTES, writable=True)) == 0
 
 
 @pytest.mark.parametrize("size_bytes", [0, BLOCK_BYTES - 1, BLOCK_BYTES + 1])
@@ -128,11 +171,13 @@ def test_a_block_without_pieces_or_with_too_many_is_refused(count):
     assert refusal([b""] * count) == f"buffers[1] has {count} pieces; give from 1 to {PIECES_MAX}"
 
 
-@pytest.mark.parametrize("buffer", [None, 1, "text", object(), [1, 2], [None], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("buffer", [None, 1, "text", object(), [1, 2], [None], {"a": 1}], ids=lambda buffer: type(buffer).__name__)
 def test_what_has_no_bytes_is_refused_by_its_type(buffer):
     culprit = buffer[0] if isinstance(buffer, list) else buffer
 
     assert f"buffers[1] is {type(culprit).__name__}, which has no buffer" in refusal(buffer)
+    if not isinstance(buffer, list):
+        assert f"buffers is {type(culprit).__name__}, which has no buffer" in refusal_of_all(buffer)
 
 
 @pytest.mark.parametrize("writable", [True, False])
@@ -141,6 +186,7 @@ def test_arrays_of_objects_are_refused_since_their_bytes_are_addresses(writable,
     buffer = np.zeros(1 if isinstance(dtype, list) else 2, dtype)
 
     assert "Python objects" in refusal(buffer, writable=writable)
+    assert "Python objects" in refusal_of_all(buffer, writable=writable)
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def test_a_reservation_holds_until_its_deadline(pool):
 
 
 def test_an_abandoned_reservation_gives_back_all_it_held(pool):
-    result = pool.reserve(chain(1, 2, 3), SHARDED) if SHARDED in pool.namespaces else pool.reserve(chain(1, 2, 3))
+    result = pool.reserve(chain(1, 2, 3))
     assert pool.in_use() == (1, 3 * PAGE_BYTES)
     pool.clock.advance(30.0)
 
@@ -150,7 +150,7 @@ def test_an_abandoned_reservation_gives_back_all_it_held(pool):
 
 def test_committing_twice_is_stale(pool):
     result = pool.reserve(chain(1, 2))
-    pool.commit(result, chain(1, 2)[:1] + chain(1, 2)[1:])
+    pool.commit(result, chain(1, 2))
 
     assert pool.commit(result, chain(1, 2)) == [STALE, STALE]
     assert pool.visible(chain(1, 2)) == [True, True]
@@ -450,6 +450,20 @@ def test_what_was_in_flight_on_a_lost_segment_can_be_written_elsewhere(pool):
     assert pool.directory.commit(result.reservation, lost.segment_id, [slot.written]) == [STALE]
 
 
+def test_a_block_in_flight_goes_whole_when_one_of_its_shards_is_lost():
+    pool = SmallPool(1, 1, namespaces=(SHARDED,))
+    result = pool.reserve(chain(1))
+    assert len({number for number, _ in result.shares}) == 2
+    (kept, shard), (lost, _) = result.shares
+    pool.commit_share(result, kept, shard, chain(1))
+
+    pool.directory.lose_segment(next(s for s in pool.segments if s.number == lost).segment_id)
+
+    assert pool.in_use() == (0, 0)
+    pool.obey()
+    assert [len(segment.held) for segment in pool.segments] == [0, 0]
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_an_inventory_brings_chains_back_in_any_order(order):
     pool = SmallPool(10)
@@ -492,9 +506,10 @@ def test_a_sharded_block_comes_back_from_several_inventories():
 
 
 def test_an_inventory_is_refused_what_the_directory_cannot_take(pool):
-    segment = pool.segments[0]
     pool.store(chain(1, 2))
     pool.reserve(chain(5))
+    home, _ = pool.slot_of(chain(1)[0])
+    segment = next(segment for segment in pool.segments if segment is not home)
     in_flight = segment.store(pool.namespace, chain(5)[0], b"", 0)
     reparented = segment.store(pool.namespace, chain(1, 2)[1], b"", 0)
     no_such_shard = segment.store(pool.namespace, chain(6)[0], b"", 1)
@@ -503,6 +518,31 @@ def test_an_inventory_is_refused_what_the_directory_cannot_take(pool):
 
     pool.directory.check_integrity()
     assert pool.visible(chain(1, 2)) == [True, True]
+
+
+def test_an_inventory_does_not_add_to_a_block_in_flight():
+    pool = SmallPool(10, 10, namespaces=(SHARDED,))
+    result = pool.reserve(chain(1))
+    (number, _), *_ = result.shares
+    pool.commit_share(result, number, 0, chain(1))
+    other = next(segment for segment in pool.segments if segment.number != number)
+
+    assert pool.announce(other, [other.store(SHARDED, chain(1)[0], b"", 0)]) == [False]
+
+    assert pool.commit_share(result, number, 1, chain(1)) == [COMMITTED]
+    assert pool.visible(chain(1)) == [True]
+
+
+def test_all_children_of_a_lost_block_turn_dormant_and_wake_again(pool):
+    children = [chain(1, token) for token in range(3)]
+    for hashes in children:
+        pool.store(hashes)
+
+    pool.lose_block(chain(1)[0])
+    assert [pool.visible(hashes) for hashes in children] == [[False, False]] * 3
+
+    pool.store(chain(1))
+    assert [pool.visible(hashes) for hashes in children] == [[True, True]] * 3
 
 
 def test_an_inventory_is_refused_what_its_segment_has_already(pool):

@@ -11,12 +11,15 @@ from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import SlotState
 from kvpool.node.files import SegmentFiles
-from kvpool.node.headers import SlotHeader
+from kvpool.node.headers import SlotHeaders, make_records
 from kvpool.node.segment import shm
 
 SIZE_BYTES = 8 * PAGE_BYTES
 SMALL_MEMORY_BYTES = 1 << 20
-HEADER = SlotHeader(2, 0, 10, 5, b"n" * 32, b"h" * 32, bytes(32), 99)
+
+
+def slot_at(page):
+    return SlotHeaders(np.array([page], np.uint32), make_records(1, length=10, generation=5, hash=b"h" * 32))
 
 
 def open_files(directory):
@@ -44,10 +47,10 @@ def run(tmp_path):
     def run(size_bytes=SIZE_BYTES, *, node_id="n0", write=False, keep=True):
         files = SegmentFiles(tmp_path, node_id)
         segment, headers = files.open(size_bytes, "off")
-        found = segment.segment_id, segment.payload[:4].tobytes(), [header for header, _ in headers.scan()]
+        found = segment.segment_id, segment.payload[:4].tobytes(), headers.scan(SlotState.COMMITTED).named()
         if write:
             segment.payload[:4] = np.frombuffer(b"kept", np.uint8)
-            headers.write(HEADER, SlotState.COMMITTED)
+            headers.write(slot_at(2), SlotState.COMMITTED)
         headers.close()
         segment.close()
         files.close(keep=keep)
@@ -59,7 +62,7 @@ def run(tmp_path):
 def test_a_restart_finds_segment_bytes_and_headers(run):
     segment_id, *_ = run(write=True)
 
-    assert run() == (segment_id, b"kept", [HEADER])
+    assert run() == (segment_id, b"kept", [(2, 5)])
 
 
 def test_a_segment_of_another_size_begins_empty_under_another_id(run):
@@ -86,7 +89,7 @@ def test_files_of_another_node_are_not_touched(run):
     run(write=True)
 
     assert run(node_id="n1")[1:] == (bytes(4), [])
-    assert run()[1:] == (b"kept", [HEADER])
+    assert run()[1:] == (b"kept", [(2, 5)])
 
 
 def test_a_second_process_of_the_same_name_is_refused_with_the_fix(tmp_path):
@@ -126,15 +129,28 @@ def test_a_segment_that_cannot_be_had_leaves_only_the_lock(tmp_path):
     files.close(keep=False)
 
 
-def test_memory_without_room_for_the_headers_is_refused_and_given_back(small_memory):
-    """Found out at the start: a record written to memory that is full would end the process with a bus error."""
+def test_memory_without_room_for_headers_is_refused_and_given_back(small_memory):
     files = SegmentFiles(small_memory, "n0")
 
-    with pytest.raises(CapacityError, match="for slot headers beside the payload.*choose a smaller --size"):
-        files.open(SMALL_MEMORY_BYTES - PAGE_BYTES, "off")
+    with pytest.raises(CapacityError, match="no memory for slot headers beside the payload"):
+        files.open(SMALL_MEMORY_BYTES, "off")
     assert [path.name for path in small_memory.iterdir()] == ["kvpool-n0.lock"]
 
-    segment, headers = files.open(SMALL_MEMORY_BYTES // 2, "off")
+    files.close(keep=False)
+
+
+def test_headers_that_find_memory_full_later_are_refused(small_memory):
+    """Not written: a write to a mapping that finds memory full would end the process with a bus error."""
+    files = SegmentFiles(small_memory, "n0")
+    segment, headers = files.open(SMALL_MEMORY_BYTES - 4 * PAGE_BYTES, "off")
+    written = []
+
+    with pytest.raises(CapacityError, match="no memory for slot headers beside the payload"):
+        for page in range(headers.pages):
+            headers.write(slot_at(page), SlotState.COMMITTED)
+            written.append((page, 5))
+
+    assert headers.scan(SlotState.COMMITTED).named() == written
     headers.close()
     segment.close()
     files.close(keep=False)
@@ -149,4 +165,4 @@ def test_a_start_that_fails_keeps_the_blocks_of_the_last_run(run, tmp_path, monk
         files.open(SIZE_BYTES, "require")
     files.close(keep=True)
 
-    assert run() == (segment_id, b"kept", [HEADER])
+    assert run() == (segment_id, b"kept", [(2, 5)])

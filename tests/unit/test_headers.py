@@ -2,20 +2,48 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import SlotState
-from kvpool.node.headers import GENERATIONS_RESERVED, RECORD_BYTES, HeaderFile, SlotHeader, stored_segment_id
+from kvpool.node.headers import (
+    GENERATIONS_RESERVED,
+    RECORD_BYTES,
+    HeaderFile,
+    SlotHeaders,
+    make_records,
+    stored_segment_id,
+)
 
 SEGMENT_ID = bytes(range(16))
 PAGES = 8
 PROLOGUE_BYTES = 64
+FIELDS = ["shard", "length", "generation", "namespace", "hash", "parent", "checksum"]
+WRITING, COMMITTED = SlotState.WRITING, SlotState.COMMITTED
 
 
-def slot_header(page, generation=1, length=PAGE_BYTES):
-    return SlotHeader(page, 3, length, generation, b"n" * 32, bytes([page]) * 32, b"p" * 32, (1 << 64) - 1)
+def slots_at(*pages, generation=1, length=PAGE_BYTES):
+    """Headers of slots that differ in their hashes."""
+    records = make_records(
+        len(pages),
+        shard=3,
+        length=length,
+        generation=[generation + i for i in range(len(pages))],
+        namespace=b"n" * 32,
+        hash=b"".join(bytes([page]) * 32 for page in pages),
+        parent=bytes(32),
+        checksum=(1 << 64) - 1,
+    )
+    return SlotHeaders(np.array(pages, np.uint32), records)
+
+
+def rows(headers):
+    """Page and fields of each, to compare."""
+    return [
+        (page, *record) for page, record in zip(headers.pages.tolist(), headers.records[FIELDS].tolist(), strict=True)
+    ]
 
 
 @pytest.fixture
@@ -30,85 +58,118 @@ def headers(path):
     file.close()
 
 
-def reopened(path, segment_id=SEGMENT_ID, pages=PAGES):
-    file = HeaderFile(path, segment_id, pages)
-    found, next_generation = list(file.scan()), file.next_generation
+def found_again(path, state):
+    file = HeaderFile(path, SEGMENT_ID, PAGES)
+    found = file.scan(state)
     file.close()
-    return found, next_generation
+    return rows(found)
+
+
+def next_generation(path):
+    file = HeaderFile(path, SEGMENT_ID, PAGES)
+    file.close()
+    return file.next_generation
 
 
 def test_a_new_file_describes_nothing(headers, path):
-    assert list(headers.scan()) == []
+    assert [len(headers.scan(state)) for state in SlotState] == [0, 0, 0]
     assert headers.next_generation == 1
     assert path.stat().st_size == PROLOGUE_BYTES + PAGES * RECORD_BYTES
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_restart_finds_what_was_written_in_page_order(headers, path):
-    writing, committed = slot_header(5, 2), slot_header(1, 7, 3 * PAGE_BYTES)
-    headers.write(writing, SlotState.WRITING)
-    headers.write(committed, SlotState.COMMITTED)
+def test_a_restart_finds_what_was_written_by_state_in_page_order(headers, path):
+    writing, committed = slots_at(5), slots_at(7, 1, 3, generation=9)
+    headers.write(writing, WRITING)
+    headers.write(committed, COMMITTED)
 
-    assert reopened(path)[0] == [(committed, SlotState.COMMITTED), (writing, SlotState.WRITING)]
-
-
-def test_a_slot_that_was_freed_is_not_found(headers, path):
-    headers.write(slot_header(1), SlotState.COMMITTED)
-    headers.write(slot_header(2), SlotState.COMMITTED)
-    headers.clear(1)
-
-    assert reopened(path)[0] == [(slot_header(2), SlotState.COMMITTED)]
+    assert found_again(path, WRITING) == rows(writing)
+    assert found_again(path, COMMITTED) == sorted(rows(committed))
 
 
-def test_a_record_takes_the_place_of_the_one_before(headers):
-    headers.write(slot_header(1, 1), SlotState.WRITING)
-    headers.write(slot_header(1, 2), SlotState.COMMITTED)
+def test_a_slot_is_committed_with_its_payloads_checksum(headers, path):
+    headers.write(slots_at(1, 2), WRITING)
 
-    assert list(headers.scan()) == [(slot_header(1, 2), SlotState.COMMITTED)]
+    committed = headers.commit(np.array([2], np.uint32), np.array([77], np.uint64))
+
+    assert committed.records["checksum"].tolist() == [77]
+    assert found_again(path, COMMITTED) == rows(committed)
+    assert found_again(path, WRITING) == rows(slots_at(1))
+    assert committed.named() == [(2, 2)]
+
+
+def test_what_is_selected_keeps_its_page():
+    three = slots_at(1, 4, 6)
+
+    assert rows(three.select(slice(1, 3))) == rows(three)[1:]
+    assert rows(three.select(np.array([True, False, True]))) == [rows(three)[0], rows(three)[2]]
+
+
+@pytest.mark.parametrize("cleared", [1, [1], [1, 3]], ids=str)
+def test_a_slot_that_was_freed_is_not_found(headers, path, cleared):
+    headers.write(slots_at(1, 2, 3), COMMITTED)
+
+    headers.clear(cleared)
+
+    left = {1, 2, 3} - set(np.atleast_1d(cleared).tolist())
+    assert {row[0] for row in found_again(path, COMMITTED)} == left
+
+
+def test_a_record_takes_the_place_of_the_one_before(headers, path):
+    headers.write(slots_at(1, generation=1), COMMITTED)
+    headers.write(slots_at(1, generation=2), WRITING)
+
+    assert found_again(path, COMMITTED) == []
+    assert found_again(path, WRITING) == rows(slots_at(1, generation=2))
 
 
 def test_a_restart_begins_above_every_generation_given_out(headers, path):
     headers.reserve_generations(5)
-    assert reopened(path)[1] > 5
+    assert next_generation(path) > 5
 
     headers.reserve_generations(3 * GENERATIONS_RESERVED)
-    assert reopened(path)[1] > 3 * GENERATIONS_RESERVED
+    assert next_generation(path) > 3 * GENERATIONS_RESERVED
 
 
 def test_generations_do_not_repeat_over_restarts_that_write_nothing(path):
-    seen = [reopened(path)[1] for _ in range(4)]
+    seen = [next_generation(path) for _ in range(4)]
 
     assert seen == sorted(set(seen))
 
 
 def test_a_damaged_record_is_left_out_and_the_others_stay(headers, path):
-    for page in range(3):
-        headers.write(slot_header(page), SlotState.COMMITTED)
-    damaged = PROLOGUE_BYTES + 1 * RECORD_BYTES + 40
-    with path.open("r+b") as file:
-        file.seek(damaged)
-        byte = file.read(1)[0]
-        file.seek(damaged)
-        file.write(bytes([byte ^ 1]))
+    headers.write(slots_at(0, 1, 2), COMMITTED)
+    for position in range(PROLOGUE_BYTES + RECORD_BYTES + 4, PROLOGUE_BYTES + 2 * RECORD_BYTES):
+        whole = bytearray(path.read_bytes())
+        whole[position] ^= 1
+        with path.open("r+b") as file:
+            file.write(whole)
 
-    assert [header.page for header, _ in headers.scan()] == [0, 2]
+        assert headers.scan(COMMITTED).pages.tolist() == [0, 2]
+        headers.write(slots_at(1), COMMITTED)
 
 
-@pytest.mark.parametrize("length", [0, (PAGES - 2) * PAGE_BYTES + 1, (1 << 64) - 1])
+@pytest.mark.parametrize("length", [0, (PAGES - 2) * PAGE_BYTES + 1, (1 << 64) - PAGE_BYTES, (1 << 64) - 1])
 def test_a_slot_that_reaches_beyond_the_segment_is_left_out(headers, length):
-    headers.write(slot_header(2, length=length), SlotState.COMMITTED)
+    headers.write(slots_at(2, length=length), COMMITTED)
 
-    assert list(headers.scan()) == []
+    assert len(headers.scan(COMMITTED)) == 0
 
 
-def test_a_scan_cut_short_does_not_keep_the_file_mapped(path):
+def test_a_slot_up_to_the_end_of_the_segment_is_found(headers):
+    headers.write(slots_at(2, length=(PAGES - 2) * PAGE_BYTES), COMMITTED)
+
+    assert headers.scan(COMMITTED).pages.tolist() == [2]
+
+
+def test_headers_that_were_read_neither_keep_the_file_mapped_nor_change_with_it(path):
     file = HeaderFile(path, SEGMENT_ID, PAGES)
-    file.write(slot_header(0), SlotState.COMMITTED)
-    next(file.scan())
-    assert str(path) in Path("/proc/self/maps").read_text()
-
+    file.write(slots_at(3), COMMITTED)
+    read = file.scan(COMMITTED)
+    file.write(slots_at(3, generation=99), COMMITTED)
     file.close()
 
+    assert rows(read) == rows(slots_at(3))
     assert str(path) not in Path("/proc/self/maps").read_text()
 
 
@@ -121,11 +182,13 @@ def test_a_file_of_another_size_tells_no_segment(headers, path, pages):
     assert stored_segment_id(path, pages) is None
 
 
-def test_a_missing_empty_or_foreign_file_tells_no_segment(path):
-    assert stored_segment_id(path, PAGES) is None
-    path.write_bytes(b"")
-    assert stored_segment_id(path, PAGES) is None
-    path.write_bytes(bytes(PROLOGUE_BYTES + PAGES * RECORD_BYTES))
+@pytest.mark.parametrize(
+    "data", [None, b"", bytes(PROLOGUE_BYTES + PAGES * RECORD_BYTES)], ids=["no", "empty", "zeros"]
+)
+def test_a_missing_empty_or_foreign_file_tells_no_segment(path, data):
+    if data is not None:
+        path.write_bytes(data)
+
     assert stored_segment_id(path, PAGES) is None
 
 
@@ -134,7 +197,7 @@ def test_a_missing_empty_or_foreign_file_tells_no_segment(path):
     [(b"x" * 16, PAGES, "not the header file of this segment"), (SEGMENT_ID, PAGES + 1, "another size")],
 )
 def test_the_file_of_something_else_is_refused_and_left_as_it_is(headers, path, segment_id, pages, shown):
-    headers.write(slot_header(1), SlotState.COMMITTED)
+    headers.write(slots_at(1), COMMITTED)
     before = path.read_bytes()
 
     with pytest.raises(CapacityError, match=f"{shown}; remove it to start empty"):
@@ -163,7 +226,9 @@ def test_a_link_planted_in_its_place_is_not_followed(path, tmp_path):
     assert target.read_bytes() == b"precious"
 
 
-def test_all_of_the_file_is_allocated_so_that_a_later_write_cannot_find_memory_full(path):
-    HeaderFile(path, SEGMENT_ID, 1024).close()
+def test_only_records_that_were_written_take_memory(path):
+    file = HeaderFile(path, SEGMENT_ID, 1 << 16)
+    file.write(slots_at(0, 1, 200), COMMITTED)
+    file.close()
 
-    assert path.stat().st_blocks * 512 >= path.stat().st_size
+    assert path.stat().st_blocks * 512 <= 4 * PAGE_BYTES

@@ -15,6 +15,10 @@ def lease(pool, hashes, lease_s=5.0, first=0):
     return pool.directory.match(pool.namespace.id, b"".join(hashes), first, lease_s).blocks
 
 
+def grant(pool, hashes, lease_s=5.0, first=0):
+    return pool.directory.match(pool.namespace.id, b"".join(hashes), first, lease_s).lease
+
+
 def fill(pool, blocks, first_token=100):
     """Store single blocks, each pressing the oldest leaf out of a full pool; which of them found room."""
     return [Want.NO_ROOM not in pool.store(chain(first_token + i)).wants for i in range(blocks)]
@@ -83,13 +87,74 @@ def test_a_match_without_lease_promises_nothing():
     assert fill(pool, 2) == [True, True]
 
 
-def test_locate_leases_as_match_does():
-    pool = SmallPool(2, config=UNCAPPED)
+def test_locate_promises_nothing():
+    pool = SmallPool(2)
     pool.store(chain(1, 2))
 
-    pool.directory.locate(pool.namespace.id, b"".join(chain(1, 2)), lease_s=5.0)
+    pool.directory.locate(pool.namespace.id, b"".join(chain(1, 2)))
+
+    assert pool.directory.stats().leases == 0
+    assert fill(pool, 1) == [True]
+
+
+# Releasing
+
+
+def test_a_released_lease_holds_nothing_any_more():
+    pool = SmallPool(2, config=UNCAPPED)
+    pool.store(chain(1, 2))
+    number = grant(pool, chain(1, 2))
+    assert fill(pool, 1) == [False]
+
+    assert pool.directory.release(number)
+
+    assert (pool.directory.stats().leases, pool.directory.stats().leased_bytes) == (0, 0)
+    assert fill(pool, 1) == [True]
+
+
+def test_a_lease_ends_once():
+    pool = SmallPool(2)
+    pool.store(chain(1))
+    released, expired = grant(pool, chain(1), 1.0), grant(pool, chain(1), 1.0)
+
+    assert pool.directory.release(released)
+    assert not pool.directory.release(released)
+    pool.clock.advance(1.0 + LEASE_MARGIN_S)
+    pool.directory.expire()
+    assert not pool.directory.release(expired)
+    assert not pool.directory.release(0)
+
+
+def test_releasing_one_lease_leaves_the_others():
+    pool = SmallPool(2, config=UNCAPPED)
+    pool.store(chain(1, 2))
+    numbers = [grant(pool, chain(1, 2), lease_s) for lease_s in (5.0, 10.0, 5.0)]
+
+    for number in numbers:
+        assert fill(pool, 1) == [False]
+        pool.directory.release(number)
+
+    assert fill(pool, 1) == [True]
+
+
+def test_releasing_a_lease_leaves_a_pin():
+    pool = SmallPool(1, config=UNCAPPED)
+    pool.store(chain(1))
+    number = grant(pool, chain(1))
+    pool.directory.pin(pool.namespace.id, chain(1)[0])
+
+    pool.directory.release(number)
 
     assert fill(pool, 1) == [False]
+
+
+def test_a_match_without_use_for_a_block_has_no_lease():
+    pool = SmallPool(2)
+    pool.store(chain(1))
+
+    assert grant(pool, chain(1), 0.0) == 0
+    assert grant(pool, chain(1, 2), first=1) == 0
+    assert grant(pool, chain(9)) == 0
 
 
 # The cap
@@ -179,7 +244,7 @@ def test_a_shortened_match_pays_for_itself():
     assert pool.directory.stats().leased_bytes == 4 * PAGE_BYTES
 
 
-def test_leases_that_ran_out_or_lost_their_block_are_forgotten():
+def test_leases_that_ran_out_are_forgotten():
     pool = SmallPool(10)
     pool.store(chain(1))
     pool.store(chain(2, 3))
@@ -189,10 +254,8 @@ def test_leases_that_ran_out_or_lost_their_block_are_forgotten():
 
     pool.clock.advance(1.0 + LEASE_MARGIN_S)
     pool.directory.expire()
-    assert (pool.directory.stats().leases, pool.directory.stats().leased_bytes) == (1, 2 * PAGE_BYTES)
 
-    pool.lose_block(chain(2, 3)[1])
-    assert (pool.directory.stats().leases, pool.directory.stats().leased_bytes) == (0, 0)
+    assert (pool.directory.stats().leases, pool.directory.stats().leased_bytes) == (1, 2 * PAGE_BYTES)
 
 
 # What is removed by force leaves its lease with the nearest ancestor
@@ -213,7 +276,7 @@ def test_a_lease_keeps_the_ancestors_of_a_block_that_is_lost(lost):
 
 def test_a_lease_keeps_the_ancestors_when_a_node_is_lost():
     pool = SmallPool(2, 4, config=UNCAPPED)
-    keeps, loses = pool.segments
+    _, loses = pool.segments
     hashes = chain(1, 2, 3, 4, 5)
     pool.directory.set_accepting(loses.segment_id, accepting=False)
     pool.store(hashes[:2])
@@ -240,3 +303,49 @@ def test_a_lease_keeps_the_ancestors_of_a_block_that_lost_a_shard_and_then_itsel
         pool.store(chain(token))
 
     assert pool.visible(hashes[:1]) == [True]
+
+
+@pytest.mark.parametrize("lost", [[3], [2], [2, 3], [3, 2], [1, 3]])
+def test_the_lease_of_a_lost_block_can_be_released(lost):
+    pool = SmallPool(4, config=UNCAPPED)
+    hashes = chain(1, 2, 3, 4)
+    pool.store(hashes)
+    number = grant(pool, hashes)
+    for i in lost:
+        pool.lose_block(hashes[i])
+    fill(pool, 4)
+    kept = min(lost)
+    assert pool.visible(hashes[:kept]) == [True] * kept
+
+    assert pool.directory.release(number)
+
+    fill(pool, 4, first_token=200)
+    assert pool.visible(hashes) == [False] * 4
+    assert pool.directory.stats().leased_bytes == 0
+
+
+def test_releasing_a_lease_on_an_ancestor_leaves_the_one_of_a_block_that_was_below():
+    pool = SmallPool(4, config=UNCAPPED)
+    hashes = chain(1, 2, 3)
+    pool.store(hashes)
+    below, above = grant(pool, hashes), grant(pool, hashes[:1])
+    pool.lose_block(hashes[1])
+
+    pool.directory.release(above)
+    fill(pool, 5)
+    assert pool.visible(hashes[:1]) == [True]
+
+    pool.directory.release(below)
+    fill(pool, 4, first_token=200)
+    assert pool.visible(hashes[:1]) == [False]
+
+
+def test_a_lease_whose_whole_chain_is_lost_is_over():
+    pool = SmallPool(4)
+    pool.store(chain(1, 2))
+    number = grant(pool, chain(1, 2))
+
+    pool.directory.lose_segment(pool.segments[0].segment_id)
+
+    assert (pool.directory.stats().leases, pool.directory.stats().leased_bytes) == (0, 0)
+    assert not pool.directory.release(number)

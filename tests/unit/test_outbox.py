@@ -1,5 +1,6 @@
 """Orders to nodes: numbered, kept until acknowledged, and never undone by an inventory."""
 
+import pytest
 from fake_node import SmallPool, chain, make_namespace
 
 from kvpool.core.directory import DirectoryConfig, Want
@@ -129,16 +130,17 @@ def test_an_evicted_slot_can_be_used_at_once_and_a_bad_one_rests():
     assert [order.rest for node in ("node-0", "node-1") for order in pool.directory.orders(node)] == [False, True]
 
 
-def test_what_a_reader_may_have_leased_rests_when_it_is_removed_by_force():
-    """A lease on a block below covers the one that lost a shard and is written again."""
+@pytest.mark.parametrize("leased", [1, 2])
+def test_what_a_reader_may_have_leased_rests_when_it_is_removed_by_force(leased):
+    """Here: a block that lost a shard and is written again. A lease on a block below covers it too."""
     sharded = make_namespace(shards=2)
     pool = SmallPool(10, namespaces=(sharded,), config=DirectoryConfig(lease_cap=1.0))
-    hashes = chain(1, 2)
+    hashes = chain(1, 2)[:leased]
     pool.store(hashes)
     pool.directory.match(sharded.id, b"".join(hashes), lease_s=5.0)
     pool.lose_block(hashes[0], shard=1)
 
-    assert list(pool.reserve(hashes).wants) == [Want.WANTED, Want.EXISTS]
+    assert list(pool.reserve(hashes).wants) == [Want.WANTED, Want.EXISTS][:leased]
 
     assert [order.rest for order in pool.directory.orders("node-0")] == [True]
 

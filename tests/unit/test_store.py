@@ -6,9 +6,10 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvpool.core.checksum import block_seeds, payload_checksum
-from kvpool.core.directory import CommitStatus, FreeSlot, MissReason, Want
+from kvpool.core.directory import FreeSlot, MissReason, Want
 from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import ProtocolError, UnavailableError, UnknownNamespaceError, UsageError
 from kvpool.core.grants import open_grant, seal
@@ -33,7 +34,7 @@ NAMESPACE = Namespace(model="demo", block_tokens=1, block_bytes=2 * PAGE_BYTES -
 CHAIN = chain_hashes(range(6), 1)
 QUARANTINE_S = 30.0
 WRITER, OTHER = 1, 2
-COMMITTED, STALE, BAD, FAILED = WriteStatus.COMMITTED, WriteStatus.STALE, WriteStatus.BAD, WriteStatus.FAILED
+COMMITTED, STALE, FAILED = WriteStatus.COMMITTED, WriteStatus.STALE, WriteStatus.FAILED
 
 
 class ServiceLink:
@@ -44,11 +45,13 @@ class ServiceLink:
         self.session = 0
         self.cut = False
 
-    def commit(self, segment_id, reservation, headers) -> list[CommitStatus]:
+    def commit(self, segment_id, reservation, headers) -> NDArray[np.uint8]:
         if self.cut:
             raise UnavailableError("cut off")
-        written = [(h.hash, h.shard, h.page, h.generation, h.checksum) for h in headers]
-        return self.service.commit(self.session, segment_id, reservation, written)
+        columns = (headers.records[name].tolist() for name in ("hash", "shard", "generation", "checksum"))
+        hashes, shards, generations, checksums = columns
+        written = zip(hashes, shards, headers.pages.tolist(), generations, checksums, strict=True)
+        return np.array(self.service.commit(self.session, segment_id, reservation, list(written)), np.uint8)
 
     def abort(self, reservation, hashes) -> None:
         self.service.abort(reservation, hashes)
@@ -117,9 +120,9 @@ class Node:
         """(slots, bytes used) of the node, which must agree with its headers."""
         self.slots.check_integrity()
         self.service.check_integrity()
-        described = {(h.page, h.generation, state) for h, state in self.headers.scan()}
-        resting = SlotState.QUARANTINED
-        assert described == {(s.page, s.generation, s.state) for s in self.slots if s.state != resting and not s.doomed}
+        for state in (SlotState.WRITING, SlotState.COMMITTED):
+            described = [(slot.page, slot.generation) for slot in self.slots if slot.state == state and not slot.doomed]
+            assert self.headers.scan(state).named() == sorted(described)
         return self.store.stats().slots, self.store.stats().used_bytes
 
 
@@ -165,28 +168,11 @@ def test_a_block_is_visible_once_its_bytes_are_sealed(node, store):
 
     assert node.seal(reservation, slots, generations, checksums) == [COMMITTED, COMMITTED]
     assert node.visible() == 2
-    located = node.service.locate(NAMESPACE.id, b"".join(CHAIN[:2]), 0, None, 0.0)
+    located = node.service.locate(NAMESPACE.id, b"".join(CHAIN[:2]), 0, None)
     assert located.slot.tolist() == slots.tolist()
     assert located.generation.tolist() == generations.tolist()
     assert located.checksum.tolist() == checksums
     assert node.in_use() == (2, 4 * PAGE_BYTES)
-
-
-def test_a_grant_can_be_prepared_in_parts(node, store):
-    _, grant = node.reserve(blocks=3)
-
-    (first,), _ = store.prepare(grant, WRITER, first=0, count=1)
-    rest, _ = store.prepare(grant, OTHER, first=1, count=2)
-
-    assert len({first, *rest.tolist()}) == 3
-
-
-@pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, 0), (0, 4), (3, 1), (2, -1), (1 << 70, 1), (0, 1 << 70)])
-def test_blocks_beyond_the_grant_are_refused(node, store, first, count):
-    _, grant = node.reserve(blocks=3)
-
-    with no_change(node), pytest.raises(ProtocolError, match="of a grant for 3"):
-        store.prepare(grant, WRITER, first, count)
 
 
 def test_victims_of_a_grant_are_freed_first(node, store):
@@ -319,10 +305,13 @@ def test_a_grant_of_any_duration_ends(node, store, clock, ttl_ms):
 # Receiving
 
 
-def receive(store, slot, generation, payload, checksum):
-    view = store.begin_receive(slot, generation, WRITER)
-    view[:] = payload
-    return store.end_receive(slot, generation, checksum)
+def receive(store, slots, generations, payload, checksum, owner=WRITER):
+    """As the data plane does: the bytes go to their slot, and are checked there."""
+    [receiving] = store.begin_receive(slots, generations, owner)
+    receiving.view[:] = payload
+    sound = payload_checksum(receiving.view, receiving.seed) == checksum
+    store.end_receive([(receiving, sound)])
+    return sound
 
 
 @pytest.fixture
@@ -337,7 +326,7 @@ def test_received_bytes_are_checked_over_the_slot(node, store, prepared):
     payload = bytes(range(256)) * (NAMESPACE.block_bytes // 256) + bytes(NAMESPACE.block_bytes % 256)
     checksum = checksum_of(payload, CHAIN[0], int(generations[0]))
 
-    assert receive(store, int(slots[0]), int(generations[0]), payload, checksum) == COMMITTED
+    assert receive(store, slots, generations, payload, checksum)
     assert node.seal(reservation, slots, generations, [checksum]) == [COMMITTED]
     assert bytes(store.pin(int(slots[0]), int(generations[0]), len(payload))) == payload
 
@@ -347,7 +336,7 @@ def test_wrong_bytes_cost_the_slot(node, store, prepared):
     payload = bytes(NAMESPACE.block_bytes)
     checksum = checksum_of(payload, CHAIN[0], int(generations[0]))
 
-    assert receive(store, int(slots[0]), int(generations[0]), payload[:-1] + b"\1", checksum) == BAD
+    assert not receive(store, slots, generations, payload[:-1] + b"\1", checksum)
     assert node.in_use() == (0, 0)
     assert node.seal(reservation, slots, generations, [checksum]) == [STALE]
     assert store.stats().counters["bad_writes"] == 1
@@ -355,31 +344,42 @@ def test_wrong_bytes_cost_the_slot(node, store, prepared):
 
 def test_bytes_that_do_not_arrive_whole_cost_the_slot(node, store, prepared):
     _, slots, generations = prepared
-    store.begin_receive(int(slots[0]), int(generations[0]), WRITER)
+    [receiving] = store.begin_receive(slots, generations, WRITER)
 
-    store.cancel_receive(int(slots[0]), int(generations[0]))
+    store.end_receive([(receiving, False)])
 
     assert node.in_use() == (0, 0)
 
 
 def test_nobody_else_can_write_the_slot(node, store, prepared):
     reservation, slots, generations = prepared
+    nowhere = np.array([PAGES + 5], np.uint32)
 
-    assert store.begin_receive(int(slots[0]), int(generations[0]), OTHER) is None
-    assert store.begin_receive(int(slots[0]), int(generations[0]) + 1, WRITER) is None
-    assert store.begin_receive(PAGES + 5, int(generations[0]), WRITER) is None
+    assert store.begin_receive(slots, generations, OTHER) == [None]
+    assert store.begin_receive(slots, generations + np.uint64(1), WRITER) == [None]
+    assert store.begin_receive(nowhere, generations, WRITER) == [None]
     node.seal(reservation, slots, generations)
-    assert store.begin_receive(int(slots[0]), int(generations[0]), WRITER) is None
+    assert store.begin_receive(slots, generations, WRITER) == [None]
 
 
 def test_pages_are_not_reused_while_bytes_still_arrive(node, store, prepared):
     """The writer is given up while its bytes arrive: the slot goes when they have, and is not committed."""
-    _, slots, generations = prepared
-    store.begin_receive(int(slots[0]), int(generations[0]), WRITER)
+    reservation, slots, generations = prepared
+    [receiving] = store.begin_receive(slots, generations, WRITER)
     store.drop_owner(WRITER)
     assert store.stats().used_bytes == 2 * PAGE_BYTES
 
-    assert store.end_receive(int(slots[0]), int(generations[0]), 0) == BAD
+    store.end_receive([(receiving, True)])
+    assert node.in_use() == (0, 0)
+    assert node.seal(reservation, slots, generations) == [STALE]
+
+
+def test_a_slot_named_twice_in_one_request_is_received_twice_and_let_go_twice(node, store, prepared):
+    _, slots, generations = prepared
+    twice = store.begin_receive(np.repeat(slots, 2), np.repeat(generations, 2), WRITER)
+
+    store.end_receive([(twice[0], False), (twice[1], True)])
+
     assert node.in_use() == (0, 0)
 
 
@@ -498,7 +498,7 @@ def test_an_order_to_rest_keeps_the_pages_for_readers_that_map_them(node, store,
 
     store.apply([FreeSlot(1, SEGMENT_ID, slot, generation, rest=True)])
 
-    assert store.inventory() == []
+    assert len(store.inventory()) == 0
     assert node.in_use() == (1, 2 * PAGE_BYTES)
     clock.advance(QUARANTINE_S)
     store.expire()
@@ -521,15 +521,16 @@ def test_the_inventory_is_what_was_committed(node, store):
 
     inventory = store.inventory()
 
-    assert [(h.page, h.generation) for h in inventory] == sorted(zip(slots, generations, strict=True))
-    assert {(h.hash, h.parent) for h in inventory} == {(CHAIN[0], bytes(32)), (CHAIN[1], CHAIN[0])}
-    assert {(h.namespace, h.length, h.shard) for h in inventory} == {(NAMESPACE.id, NAMESPACE.block_bytes, 0)}
+    assert inventory.named() == sorted(zip(slots, generations, strict=True))
+    records = inventory.records
+    assert set(records[["hash", "parent"]].tolist()) == {(CHAIN[0], bytes(32)), (CHAIN[1], CHAIN[0])}
+    assert set(records[["namespace", "length", "shard"]].tolist()) == {(NAMESPACE.id, NAMESPACE.block_bytes, 0)}
 
 
 def test_slots_that_the_directory_does_not_want_are_freed(node, store):
     node.write(blocks=2)
 
-    store.free_headers(store.inventory()[:1])
+    store.free_headers(store.inventory().select(slice(1)))
 
     assert node.in_use() == (1, 2 * PAGE_BYTES)
 
@@ -545,7 +546,7 @@ def test_a_restarted_node_has_its_blocks_and_gives_no_generation_twice(tmp_path,
     assert again.in_use() == (3, 6 * PAGE_BYTES)
     fresh, fresh_generations = again.store.prepare(again.reserve()[1], WRITER)
 
-    assert again.store.inventory() == before
+    assert again.store.inventory().records.tolist() == before.records.tolist()
     assert again.store.stats().quarantined_bytes == 2 * PAGE_BYTES
     assert fresh[0] not in slots
     assert fresh_generations[0] > max(generations) + 1

@@ -65,7 +65,15 @@ def test_a_duration_that_is_no_number_is_refused_with_an_example(text):
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (64 << 30, "64 GiB"), (3 << 40, "3 TiB"), (10 << 50, "10 PiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (64 << 30, "64 GiB"),
+        (3 << 40, "3 TiB"),
+        (10 << 50, "10 PiB"),
+    ],
 )
 def test_sizes_are_shown_in_the_largest_unit_that_fits(size_bytes, text):
     assert format_size(size_bytes) == text

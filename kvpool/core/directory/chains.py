@@ -19,12 +19,16 @@ class Chains:
     Args:
         blocks: The rows; this class owns their links and states.
         on_change: Called with a row that may have become evictable or changed its eviction class.
+        on_fold: Called with a row and the ancestor that takes over its holds, or a negative number without one.
     """
 
-    def __init__(self, blocks: BlockTable, on_change: Callable[[int], None]) -> None:
+    def __init__(
+        self, blocks: BlockTable, on_change: Callable[[int], None], on_fold: Callable[[int, int], None]
+    ) -> None:
         self.blocks = blocks
         self.indexes: list[Index] = []
         self._on_change = on_change
+        self._on_fold = on_fold
         self._waiting: list[dict[bytes, set[int]]] = []
         self._waits_for: dict[int, bytes] = {}
 
@@ -80,8 +84,7 @@ class Chains:
         stack = [row]
         while stack:
             row = stack.pop()
-            if heir >= 0:
-                self.fold(row, heir)
+            self.fold(row, heir)
             was_visible = self.blocks.state[row] == BlockState.VISIBLE
             self._set_state(row, BlockState.DORMANT)
             if was_visible:
@@ -97,8 +100,8 @@ class Chains:
             if blocks.state[child] == BlockState.VISIBLE:
                 self.doze(child)
             self._wait(child, namespace, block_hash)
+        self.fold(row, parent)
         if parent >= 0:
-            self.fold(row, parent)
             self._unlink(row, parent)
         elif parent == NIL:
             self._stop_waiting(row, namespace)
@@ -108,10 +111,12 @@ class Chains:
             self._on_change(parent)
 
     def fold(self, row: int, ancestor: int) -> None:
-        """Keep the latest last use and the longest hold of a block that goes in its ancestor."""
+        """Keep the latest last use and the longest hold of a block that goes in its ancestor, if it has one here."""
         blocks = self.blocks
-        blocks.last_use_us[ancestor] = max(blocks.last_use_us[ancestor], blocks.last_use_us[row])
-        blocks.held_until_us[ancestor] = max(blocks.held_until_us[ancestor], blocks.held_until_us[row])
+        if ancestor >= 0:
+            blocks.last_use_us[ancestor] = max(blocks.last_use_us[ancestor], blocks.last_use_us[row])
+            blocks.held_until_us[ancestor] = max(blocks.held_until_us[ancestor], blocks.held_until_us[row])
+        self._on_fold(row, ancestor)
 
     def children(self, row: int) -> Iterator[int]:
         """Rows whose parent is ``row``, the newest first."""

@@ -151,19 +151,16 @@ class Directory:
         """
         return lookup.match(self._state, namespace_id, hashes, first, lease_s)
 
-    def locate(
-        self,
-        namespace_id: bytes,
-        hashes: bytes,
-        first: int = 0,
-        shard: int | None = None,
-        lease_s: float = 0.0,
-    ) -> Location:
-        """Where blocks ``first``… of the chain lie, as far as they are visible; touches and leases as `match` does.
+    def release(self, lease: int) -> bool:
+        """End the lease of a match early; False when it is over already."""
+        return lookup.release(self._state, lease)
+
+    def locate(self, namespace_id: bytes, hashes: bytes, first: int = 0, shard: int | None = None) -> Location:
+        """Where blocks ``first``… of the chain lie, as far as they are visible; a touch as in `match`, no lease.
 
         ``shard`` limits the answer to one rank's copies.
         """
-        return lookup.locate(self._state, namespace_id, hashes, first, shard, lease_s)
+        return lookup.locate(self._state, namespace_id, hashes, first, shard)
 
     def explain(self, namespace_id: bytes, block_hash: bytes) -> MissReason | None:
         """Why the block cannot be matched; None when it can."""
@@ -205,9 +202,12 @@ class Directory:
         """
         return writing.commit(self._state, reservation, segment_id, written)
 
-    def abort(self, reservation: int, hashes: list[bytes] | None = None) -> int:
-        """Give blocks in flight (all of them by default, all shards of each) back; returns how many."""
-        return writing.abort(self._state, reservation, hashes)
+    def abort(self, reservation: int, hashes: list[bytes] | None = None, *, crowded: bool = False) -> int:
+        """Give blocks in flight (all of them by default, all shards of each) back; returns how many.
+
+        ``crowded`` says that a node had the bytes but no extent long enough: room is made there for another try.
+        """
+        return writing.abort(self._state, reservation, hashes, crowded=crowded)
 
     def expire(self) -> None:
         """Free abandoned reservations and forget leases that ran out; `reserve` does it too."""
@@ -260,6 +260,7 @@ class Directory:
         """Assert the invariants that tables, links and accounts must keep; for tests and idle times."""
         state = self._state
         state.chains.check_integrity()
+        state.leases.check_integrity()
         used = dict.fromkeys(state.placements.segments, 0)
         for index in state.chains.indexes:
             for row in index.values():

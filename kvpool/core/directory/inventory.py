@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvpool.core.clock import microseconds
-from kvpool.core.directory.chains import Chains
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
@@ -56,7 +55,6 @@ def gone(
 def lose_segment(state: DirectoryState, segment: Segment) -> int:
     """Drop every placement of ``segment``, its own list only, and close it. Returns the placements dropped."""
     placements = list(state.placements.of_segment(segment))
-    _fold_upwards(state.chains, {state.placements.rows.block[p] for p in placements})
     for placement in placements:
         # A block in flight goes whole at its first lost shard, and takes its other placements with it.
         if state.placements.rows.segment[placement] == segment.number and placement_is_live(state, placement):
@@ -72,35 +70,11 @@ def placement_is_live(state: DirectoryState, placement: int) -> bool:
     return state.placements.rows.block[placement] != NIL
 
 
-def _fold_upwards(chains: Chains, lost: set[int]) -> None:
-    """Pass last use and hold of blocks that may go to their parents, children first.
-
-    Blocks go one by one in no useful order; folding beforehand brings what they know to the nearest ancestor that
-    stays even when a block between has gone already.
-    """
-    parent = chains.blocks.parent
-    waiting = dict.fromkeys(lost, 0)
-    for row in lost:
-        if parent[row] in lost:
-            waiting[parent[row]] += 1
-    ready = [row for row, children in waiting.items() if not children]
-    while ready:
-        row = ready.pop()
-        above = parent[row]
-        if above < 0:
-            continue
-        chains.fold(row, above)
-        if above in lost:
-            waiting[above] -= 1
-            if not waiting[above]:
-                ready.append(above)
-
-
 def _announce_one(state: DirectoryState, segment: Segment, entry: NamespaceEntry, block: AnnouncedBlock) -> bool:
     outbox = state.outboxes.get(segment.node_id)
     if outbox is not None and outbox.has_freed(segment.segment_id, block.slot, block.generation):
         return False
-    if block.shard >= entry.namespace.shards or segment.free_bytes < entry.slot_bytes:
+    if block.shard >= entry.namespace.shards or block.slot == NO_SLOT or segment.free_bytes < entry.slot_bytes:
         return False
     row = state.chains.indexes[entry.number].get(block.hash, NIL)
     if row == NIL:

@@ -28,23 +28,38 @@ def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int,
     matched = visible_prefix(state, index, hashes, blocks)
     state.counts["lookups"] += 1
     state.counts["blocks_asked"] += blocks
-    if matched:
-        matched = _use(state, entry, index, hashes, first, matched, lease_s)
+    if lease_s > 0 and matched:
+        matched = _within_cap(state, entry, index, hashes, first, matched)
     state.counts["blocks_matched"] += matched
-    return Match(matched, None if matched == blocks else explain(state, entry, _hash_at(hashes, matched)))
+    lease = 0
+    if matched:
+        row = _touch(state, index, hashes, matched)
+        if lease_s > 0 and matched > first:
+            until_us = state.now_us() + microseconds(lease_s + LEASE_MARGIN_S)
+            state.hold(row, until_us)
+            lease = state.leases.grant(row, (matched - first) * _block_bytes(entry), until_us)
+    return Match(matched, _reason(state, entry, hashes, matched, blocks), lease)
 
 
-def locate(
-    state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int, shard: int | None, lease_s: float
-) -> Location:
+def release(state: DirectoryState, lease: int) -> bool:
+    """See `Directory.release`."""
+    row = state.leases.release(lease)
+    if row is None:
+        return False
+    state.blocks.held_until_us[row] = state.leases.until_us(row)
+    state.policy.changed(row)
+    return True
+
+
+def locate(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int, shard: int | None) -> Location:
     """See `Directory.locate`."""
     blocks = _check_first(hashes, first)
     entry = state.entry(namespace_id)
     index = state.chains.indexes[entry.number]
     matched = visible_prefix(state, index, hashes, blocks)
     if matched:
-        matched = _use(state, entry, index, hashes, first, matched, lease_s)
-    reason = None if matched == blocks else explain(state, entry, _hash_at(hashes, matched))
+        _touch(state, index, hashes, matched)
+    reason = _reason(state, entry, hashes, matched, blocks)
     return _gather(state, index, hashes, first, max(matched, first), shard, reason)
 
 
@@ -95,31 +110,27 @@ def _check_first(hashes: bytes, first: int) -> int:
     return blocks
 
 
-def _use(
-    state: DirectoryState, entry: NamespaceEntry, index: Index, hashes: bytes, first: int, matched: int, lease_s: float
-) -> int:
-    """Touch and lease the deepest matched block; fewer blocks when the lease cap allows no more."""
-    now_us = state.now_us()
-    if lease_s > 0:
-        matched = _within_cap(state, entry, index, hashes, first, matched, now_us)
-        if not matched:
-            return 0
+def _touch(state: DirectoryState, index: Index, hashes: bytes, matched: int) -> int:
+    """Use the deepest matched block; its row."""
     row = index[_hash_at(hashes, matched - 1)]
-    state.blocks.last_use_us[row] = now_us
-    if lease_s > 0 and matched > first:
-        until_us = now_us + microseconds(lease_s + LEASE_MARGIN_S)
-        state.hold(row, until_us)
-        state.leases.grant(row, (matched - first) * _block_bytes(entry), until_us)
-    return matched
+    state.blocks.last_use_us[row] = state.now_us()
+    return row
+
+
+def _reason(
+    state: DirectoryState, entry: NamespaceEntry, hashes: bytes, matched: int, blocks: int
+) -> MissReason | None:
+    return None if matched == blocks else explain(state, entry, _hash_at(hashes, matched))
 
 
 def _within_cap(
-    state: DirectoryState, entry: NamespaceEntry, index: Index, hashes: bytes, first: int, matched: int, now_us: int
+    state: DirectoryState, entry: NamespaceEntry, index: Index, hashes: bytes, first: int, matched: int
 ) -> int:
+    """Blocks of a match that may be leased: all while there is room, else what the cap allows."""
     capacity_bytes = state.placements.capacity_bytes
     if state.placements.used_bytes <= state.config.pressure * capacity_bytes:
         return matched
-    state.leases.expire(now_us)
+    state.leases.expire(state.now_us())
     spare_bytes = int(state.config.lease_cap * capacity_bytes) - state.leases.held_bytes
     charged_bytes = state.leases.charge(index[_hash_at(hashes, matched - 1)])
     if (matched - first) * _block_bytes(entry) <= spare_bytes + charged_bytes:

@@ -33,10 +33,11 @@ class CommitStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Leading blocks that are visible and, if asked for, leased; and why the next one is not."""
+    """Leading blocks that are visible, and why the next one is not; the lease's number, 0 without one."""
 
     blocks: int
     reason: MissReason | None
+    lease: int = 0
 
 
 @dataclass(frozen=True, slots=True)

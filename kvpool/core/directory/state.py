@@ -1,6 +1,6 @@
 """The directory's state and the transitions that every operation is made of."""
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock, microseconds
@@ -16,6 +16,9 @@ from kvpool.core.errors import UnknownNamespaceError
 from kvpool.core.eviction import create_policy
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.namespace import Namespace
+
+FREED_MAX = 1024
+"""Orders a grant carries at most; all of them travel on the control stream too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +61,18 @@ class DirectoryState:
         self.counts: Counter[str] = Counter()
         self.blocks = BlockTable()
         self.policy = create_policy(config.policy, self.blocks)
-        self.chains = Chains(self.blocks, self.policy.changed)
+        self.leases = LeaseLedger()
+        self.chains = Chains(self.blocks, self.policy.changed, self.leases.move)
         self.placements = Placements(self.blocks)
         self.placer = Placer(self.placements, self.policy, self.evict, config.age_slack)
         self.reservations = Reservations()
-        self.leases = LeaseLedger()
         self.tombstones = Tombstones(config.tombstones)
         self.outboxes: dict[str, Outbox] = {}
         self.namespaces: dict[bytes, NamespaceEntry] = {}
         self.entries: list[NamespaceEntry] = []
         self.segments_by_id: dict[bytes, Segment] = {}
-        self.victims: list[tuple[int, FreeSlot]] = []
-        """(segment number, order) of what was freed since the list was last cleared."""
+        self.freed: dict[int, deque[FreeSlot]] = {}
+        """Latest orders by segment that no grant has carried: the next one there does, so that its slots find room."""
         self._clock = clock
 
     def now_us(self) -> int:
@@ -137,7 +140,6 @@ class DirectoryState:
         if reason != MissReason.COLD:  # it found no room: why it left before still holds
             self.tombstones.bury(blocks.namespace[row], blocks.hash[row], reason, self.now_us())
         self.reservations.release(row)
-        self.leases.drop(row)
         self.chains.remove(row)
 
     def _order_free(self, placement: int, *, rest: bool) -> None:
@@ -147,7 +149,7 @@ class DirectoryState:
         segment = self.placements.segments[rows.segment[placement]]
         outbox = self.outboxes.setdefault(segment.node_id, Outbox())
         order = outbox.push(segment.segment_id, rows.slot[placement], rows.generation[placement], rest=rest)
-        self.victims.append((segment.number, order))
+        self.freed.setdefault(segment.number, deque(maxlen=FREED_MAX)).append(order)
 
     def _slot_bytes(self, row: int) -> int:
         return self.entries[self.blocks.namespace[row]].slot_bytes

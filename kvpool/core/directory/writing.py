@@ -12,6 +12,8 @@ from kvpool.core.errors import InvalidHashError, NamespaceMismatchError
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX, RESERVE_BLOCKS_MAX
 
+HOLE_FACTOR = 3
+
 Committed = tuple[bytes, int, int, int, int]
 """(hash, shard, slot, generation, checksum) of one written shard."""
 
@@ -59,7 +61,7 @@ def commit(
     for block_hash, shard, slot, generation, checksum in written:
         row = index.get(block_hash, NIL)
         placement = state.placements.find(row, shard, segment.number) if row in reservation.rows else NIL
-        if placement == NIL or rows.slot[placement] != NO_SLOT:
+        if placement == NIL or slot == NO_SLOT or rows.slot[placement] != NO_SLOT:
             statuses.append(CommitStatus.STALE)
             continue
         rows.slot[placement] = slot
@@ -74,7 +76,7 @@ def commit(
     return statuses
 
 
-def abort(state: DirectoryState, reservation_number: int, hashes: list[bytes] | None) -> int:
+def abort(state: DirectoryState, reservation_number: int, hashes: list[bytes] | None, *, crowded: bool) -> int:
     """See `Directory.abort`."""
     reservation = state.reservations.get(reservation_number)
     if reservation is None:
@@ -85,8 +87,24 @@ def abort(state: DirectoryState, reservation_number: int, hashes: list[bytes] | 
         index = state.chains.indexes[reservation.namespace]
         rows = [row for h in dict.fromkeys(hashes) if (row := index.get(h, NIL)) in reservation.rows]
     for row in rows:
+        segments = {state.placements.rows.segment[p] for p in state.placements.of_block(row)} if crowded else set()
         state.remove_block(row, MissReason.EXPIRED)
+        for segment in segments:
+            _make_hole(state, segment, state.entries[reservation.namespace].slot_bytes)
     return len(rows)
+
+
+def _make_hole(state: DirectoryState, segment: int, slot_bytes: int) -> None:
+    """Evict from a segment whose free pages are too scattered for a slot.
+
+    Neighbours in a chain are often neighbours in memory: a few slots' worth of the oldest leaves leave a hole.
+    """
+    goal_bytes = state.placements.segments[segment].used_bytes - HOLE_FACTOR * slot_bytes
+    while state.placements.segments[segment].used_bytes > goal_bytes:
+        victim = state.policy.first(segment, state.now_us())
+        if victim is None:
+            return
+        state.evict(victim.row)
 
 
 class _Writer:
@@ -103,7 +121,6 @@ class _Writer:
 
     def reserve(self, chain: list[bytes], above: bytes, first: int) -> ReserveResult:
         state, wants = self.state, bytearray(len(chain))
-        state.victims.clear()
         near = self._segment_of(self.index.get(above, NIL))
         i = 0
         while i < len(chain):
@@ -189,10 +206,8 @@ class _Writer:
         return self.state.placements.segments.get(self.state.blocks.home_segment[row])
 
     def _result(self, wants: bytes) -> ReserveResult:
-        first_shares = {segment: share for (segment, _), share in reversed(self.shares.items())}
-        for segment, order in self.state.victims:
-            if segment in first_shares:
-                first_shares[segment].victims.append(order)
+        for (segment, _), share in self.shares.items():
+            share.victims.extend(self.state.freed.pop(segment, ()))
         if not self.shares:
             self.state.reservations.close(self.reservation)
             return ReserveResult(0, wants, {}, None)

@@ -79,6 +79,14 @@ class MatchReply(Message, frozen=True):
     kind = 11
     blocks: int
     reason: str
+    lease: int
+
+
+class ReleaseRequest(Message, frozen=True):
+    """`Directory.release`. Answered by Done."""
+
+    kind = 24
+    lease: int
 
 
 class SegmentInfo(Message, frozen=True):
@@ -115,7 +123,6 @@ class LocateRequest(Message, frozen=True):
     hashes: bytes
     first: int
     shard: int
-    lease_ms: int
     topology: int
 
 
@@ -172,6 +179,7 @@ class AbortRequest(Message, frozen=True):
     kind = 16
     reservation: int
     hashes: bytes
+    crowded: bool
 
 
 class ReportBadRequest(Message, frozen=True):
