@@ -44,10 +44,14 @@ class Op(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one call moves: blocks ``first``… of the other side, from or to ``buffers``."""
+    """What one call moves: blocks ``first``… of the other side, from or to ``buffers``.
+
+    ``given`` is the same memory as the pool's client gets it: the list, or one array with the blocks side by side.
+    """
 
     first: int
     buffers: list[Block]
+    given: list[Block] | Block
 
 
 class Limit(Protocol):
@@ -57,23 +61,43 @@ class Limit(Protocol):
         """Move the batch's blocks."""
 
 
-def shared_blocks(blocks: int, block_bytes: int) -> list[Block]:
-    """Blocks of shared memory, every page touched."""
-    memory = np.frombuffer(mmap.mmap(-1, blocks * block_bytes), np.uint8)
+def shared_memory(size_bytes: int) -> Block:
+    """Shared memory, every page touched."""
+    memory = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
     memory.fill(1)
-    return [memory[i * block_bytes : (i + 1) * block_bytes] for i in range(blocks)]
+    return memory
+
+
+def blocks_of(memory: Block, block_bytes: int) -> list[Block]:
+    """Its blocks, in order."""
+    return [memory[start : start + block_bytes] for start in range(0, len(memory), block_bytes)]
 
 
 class CopyLimit:
-    """Copies block by block between the caller's buffers and shared memory of its own."""
+    """Copies block by block between the caller's buffers and shared memory of its own, on ``streams`` threads a call."""
 
-    def __init__(self, op: Op, blocks: int, block_bytes: int) -> None:
+    def __init__(self, op: Op, blocks: int, block_bytes: int, threads: int, streams: int) -> None:
         self._op = op
-        self._blocks = shared_blocks(blocks, block_bytes)
+        self._blocks = blocks_of(shared_memory(blocks * block_bytes), block_bytes)
+        self._streams = streams
+        self._workers = ThreadPoolExecutor(threads * streams, "limit-copy")
 
     def move(self, batch: Batch) -> None:
         """See `Limit.move`."""
-        for buffer, block in zip(batch.buffers, self._blocks[batch.first :], strict=False):
+        count = len(batch.buffers)
+        bounds = list(pairwise(count * i // self._streams for i in range(self._streams + 1)))
+        others = [self._workers.submit(self._copy, batch, start, end) for start, end in bounds[1:]]
+        self._copy(batch, *bounds[0])
+        for other in others:
+            other.result()
+
+    def close(self) -> None:
+        """End its threads."""
+        self._workers.shutdown()
+
+    def _copy(self, batch: Batch, start: int, end: int) -> None:
+        for i in range(start, end):
+            buffer, block = batch.buffers[i], self._blocks[batch.first + i]
             if self._op is Op.GET:
                 np.copyto(buffer, block)
             else:
@@ -141,7 +165,7 @@ def socket_limit(
 
 def serve_blocks(scheme: str, path: str, blocks: int, block_bytes: int) -> None:
     """In a child: serve blocks until stdin ends; says where first."""
-    memory = shared_blocks(blocks, block_bytes)
+    memory = blocks_of(shared_memory(blocks * block_bytes), block_bytes)
     if scheme == "unix":
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 import kvpool
-from kvpool.bench.limits import shared_blocks
+from kvpool.bench.limits import blocks_of, shared_memory
 from kvpool.bench.measure import PoolProcesses, at_least, child, heard, percentile, pool_processes, rounded, say, settle
 from kvpool.core.directory import CommitStatus, Want
 from kvpool.core.errors import KvpoolError, UnavailableError
@@ -174,7 +174,7 @@ def _index_round_s(settings: StoreSettings) -> float:
 
 def _end_to_end_round_s(keyspace: kvpool.Keyspace, settings: StoreSettings) -> float:
     """Median seconds to store a round's blocks through the node."""
-    buffers = shared_blocks(BATCH_BLOCKS, PAGE_BYTES)
+    buffers = blocks_of(shared_memory(BATCH_BLOCKS * PAGE_BYTES), PAGE_BYTES)
 
     def put(chain: bytes) -> None:
         stored = keyspace.store(chain, buffers).stored
@@ -198,7 +198,7 @@ def _median_round_s(put: Callable[[bytes], None], settings: StoreSettings) -> fl
 
 def _visible_s(keyspace: kvpool.Keyspace, pool: PoolProcesses, samples: int) -> float:
     """Median seconds from the start of a put until the watcher's look-up finds it."""
-    buffers = shared_blocks(min(samples, 64), VISIBLE_BYTES)
+    buffers = blocks_of(shared_memory(min(samples, 64) * VISIBLE_BYTES), VISIBLE_BYTES)
     times_s = []
     keyspace.store(os.urandom(HASH_BYTES), buffers[:1])  # maps the node's memory
     settle((os.getpid(), *pool.pids))

@@ -1,7 +1,8 @@
 """Transfers: how fast blocks move between a client's buffers and a pool, checksums on, next to the raw limit.
 
 Client, node and metadata service are processes of their own (but for `inproc`). The working set is larger than the
-caches. A call moves one chain, first block to last; its buffers lie in random order, as the pages of an engine do.
+caches. A call moves one chain, first block to last. Its buffers are one array, or scattered: one buffer a block, in
+random order, as the pages of an engine lie.
 """
 
 import contextlib
@@ -14,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 import kvpool
-from kvpool.bench.limits import Batch, Block, CopyLimit, Limit, Op, shared_blocks, socket_limit
+from kvpool.bench.limits import Batch, Block, CopyLimit, Limit, Op, blocks_of, shared_memory, socket_limit
 from kvpool.bench.measure import GB, at_least, compare, percentile, pool_processes, rounded, segment_folder
 from kvpool.core.errors import KvpoolError, UsageError
 from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, RESERVE_BLOCKS_MAX
 from kvpool.embedded import EmbeddedPool
 from kvpool.ops.settings import MetaSettings, NodeSettings
-from kvpool.transport.tcp import STREAM_BYTES_MIN
+from kvpool.transport.streams import STREAM_BYTES_MIN
 
 TRANSPORTS = ("shm", "unix", "tcp", "inproc")
 OPS = tuple(op.name.lower() for op in Op)
@@ -29,7 +30,9 @@ BLOCK_BYTES = (64 << 10, 1 << 20, 2 << 20)
 TARGETS = {("shm", "get"): 0.8, ("shm", "put"): 0.7, ("tcp", "get"): 0.9, ("tcp", "put"): 0.9}
 """Least ratio to the limit that the design asks for."""
 
-WORKING_BYTES = 512 << 20
+LAYOUTS = ("array", "scattered")
+
+WORKING_BYTES = 256 << 20
 SINGLE_SAMPLES = 256
 SINGLE_BYTES = 64 << 20
 """Blocks loaded one at a time come to this much at least, so that no cache holds them."""
@@ -51,8 +54,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         batch_bytes: Bytes that one call moves.
         rounds: Times that the working set is moved.
         threads: Threads that call.
-        streams: Connections that one call may use, where the transport has connections.
-        node_bytes: Memory of the node. By default all fits for gets, and puts find a full pool and always evict.
+        streams: Threads or connections that one call may use.
+        layout: One of `LAYOUTS`: how the caller's buffers lie.
+        node_bytes: Memory of the node; by default all that is stored fits. With less, puts evict.
     """
 
     transport: str = "shm"
@@ -63,11 +67,13 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 5
     threads: int = 1
     streams: int = 2
+    layout: str = "array"
     node_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("transport", self.transport, TRANSPORTS)
         _one_of("op", self.op, OPS)
+        _one_of("layout", self.layout, LAYOUTS)
         for name in ("block_bytes", "batch_bytes", "rounds", "threads", "streams"):
             at_least(name, getattr(self, name))
         if self.blocks is not None:
@@ -85,9 +91,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams_used(self) -> int:
-        """Connections that a call does use, by the transport's own rule."""
-        if self.transport not in {"tcp", "unix"}:
-            return 1
+        """Threads or connections that a call does use, by the transport's own rule."""
         return max(1, min(self.streams, self.batch_blocks, self.batch_blocks * self.block_bytes // STREAM_BYTES_MIN))
 
     @property
@@ -102,7 +106,8 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
             return self.node_bytes
         page_bytes = -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
         if self.op == "put":
-            return page_bytes * max(self.count, 2 * self.threads * self.batch_blocks)
+            # The warm-up is a round too.
+            return int(page_bytes * (self.count * (self.rounds + 1) + SINGLE_SAMPLES) * GET_HEADROOM)
         return int(page_bytes * (self.count + self.singles) * GET_HEADROOM)
 
 
@@ -115,7 +120,8 @@ class TransferRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", 
         ratio: Median over the rounds of ours to the limit's next to it.
         cpu_s_per_gb: CPU seconds of client, node and metadata service together.
         p50_us_single: One call for one block, from its hash to verified (or committed) bytes.
-        streams: Connections that a call used; the limit's too.
+        streams: Threads or connections that a call used; the limit's too.
+        evicting: Whether the pool was too small for all that was stored.
     """
 
     transport: str
@@ -130,6 +136,8 @@ class TransferRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", 
     threads: int
     streams: int
     rounds: int
+    layout: str
+    evicting: bool
 
 
 def measure_transfer(settings: TransferSettings) -> TransferRow:
@@ -145,9 +153,8 @@ def measure_transfer(settings: TransferSettings) -> TransferRow:
         )
         namespace = kvpool.Namespace(model="kvpool-bench", block_tokens=16, block_bytes=settings.block_bytes)
         limit = stack.enter_context(_limit(settings))
-        buffers = shared_blocks(settings.count, settings.block_bytes)
-        random.Random(1).shuffle(buffers)  # noqa: S311 - any order does, if it is the same every time
-        mover = _Mover(client.namespace(namespace), settings, buffers)
+        memory = shared_memory(settings.count * settings.block_bytes)
+        mover = _Mover(client.namespace(namespace), settings, memory)
         executor = stack.enter_context(ThreadPoolExecutor(settings.threads, "bench"))
 
         each = executor.map if settings.threads > 1 else map
@@ -161,6 +168,7 @@ def measure_transfer(settings: TransferSettings) -> TransferRow:
 
         compared = compare(round_of(mover.move), round_of(limit.move), settings.rounds, pids, mover.prepare)
         p50_us_single = percentile(mover.singles_us(), 50)
+        evicting = client.status().counters["evicted_blocks"] > 0
     moved_gb = settings.count * settings.block_bytes / GB
     return TransferRow(
         transport=settings.transport,
@@ -175,24 +183,32 @@ def measure_transfer(settings: TransferSettings) -> TransferRow:
         threads=settings.threads,
         streams=settings.streams_used,
         rounds=settings.rounds,
+        layout=settings.layout,
+        evicting=evicting,
     )
 
 
 class _Mover:
     """Moves batches through the pool: stored chains for gets, chains never seen for puts."""
 
-    def __init__(self, keyspace: kvpool.Keyspace, settings: TransferSettings, buffers: list[Block]) -> None:
+    def __init__(self, keyspace: kvpool.Keyspace, settings: TransferSettings, memory: Block) -> None:
         self._keyspace = keyspace
         self._settings = settings
         self._is_get = settings.op == "get"
-        self._buffers = buffers
-        step = settings.batch_blocks
-        self.batches = [Batch(i, buffers[i : i + step]) for i in range(0, len(buffers), step)]
+        buffers = self._buffers = blocks_of(memory, settings.block_bytes)
+        if settings.layout == "scattered":
+            random.Random(1).shuffle(buffers)  # noqa: S311 - any order does, if it is the same every time
+        self.batches: list[Batch] = []
+        for first in range(0, len(buffers), settings.batch_blocks):
+            end = min(first + settings.batch_blocks, len(buffers))
+            whole = memory[first * settings.block_bytes : end * settings.block_bytes]
+            given = whole if settings.layout == "array" else buffers[first:end]
+            self.batches.append(Batch(first, buffers[first:end], given))
         self._chains: dict[int, bytes] = {}
         self._name_chains()
         if self._is_get:
             for batch in self.batches:
-                self._store(self._chains[batch.first], batch.buffers)
+                self._store(self._chains[batch.first], batch.given)
 
     def prepare(self) -> None:
         """Before a round: puts get new chains, since a stored block is not stored again."""
@@ -203,9 +219,9 @@ class _Mover:
         """Load or store the batch's chain; raises KvpoolError when not every block was moved."""
         chain = self._chains[batch.first]
         if self._is_get:
-            self._load(chain, batch.buffers)
+            self._load(chain, batch.given)
         else:
-            self._store(chain, batch.buffers)
+            self._store(chain, batch.given)
 
     def singles_us(self) -> list[float]:
         """Microseconds of calls for one block each, chains of one block, all different as far as they go."""
@@ -230,15 +246,15 @@ class _Mover:
         for batch in self.batches:
             self._chains[batch.first] = os.urandom(HASH_BYTES * len(batch.buffers))
 
-    def _load(self, chain: bytes, buffers: list[Block]) -> None:
+    def _load(self, chain: bytes, buffers: list[Block] | Block) -> None:
         result = self._keyspace.load(chain, buffers)
-        if result.loaded != len(buffers):
-            raise KvpoolError(f"only {result.loaded} of {len(buffers)} blocks were loaded: {result}")
+        if result.loaded * HASH_BYTES != len(chain):
+            raise KvpoolError(f"only {result.loaded} of {len(chain) // HASH_BYTES} blocks were loaded: {result}")
 
-    def _store(self, chain: bytes, buffers: list[Block]) -> None:
+    def _store(self, chain: bytes, buffers: list[Block] | Block) -> None:
         result = self._keyspace.store(chain, buffers)
-        if result.stored != len(buffers):
-            raise KvpoolError(f"only {result.stored} of {len(buffers)} blocks were stored: {result}")
+        if result.stored * HASH_BYTES != len(chain):
+            raise KvpoolError(f"only {result.stored} of {len(chain) // HASH_BYTES} blocks were stored: {result}")
 
 
 @contextlib.contextmanager
@@ -260,7 +276,9 @@ def _pool(settings: TransferSettings) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _limit(settings: TransferSettings) -> Iterator[Limit]:
     op = Op[settings.op.upper()]
     if settings.transport in {"shm", "inproc"}:
-        yield CopyLimit(op, settings.count, settings.block_bytes)
+        copies = CopyLimit(op, settings.count, settings.block_bytes, settings.threads, settings.streams_used)
+        with contextlib.closing(copies):
+            yield copies
         return
     with socket_limit(
         settings.transport, op, settings.count, settings.block_bytes, settings.threads, settings.streams_used

@@ -80,7 +80,10 @@ def _interrupt_on_signals() -> None:
 
 def _flag(key: str) -> object:
     field = field_of(key)
-    option = typer.Option(flag_name(key), help=field.description, show_default=_default_text(key) or False)
+    flag = flag_name(key)
+    if field.annotation is bool and field.default:
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"  # what is on by default can only be switched off
+    option = typer.Option(flag, help=field.description, show_default=_default_text(key) or False)
     return Annotated[bool | None, option] if field.annotation is bool else Annotated[str | None, option]
 
 

@@ -42,13 +42,14 @@ def transfer(
     transport: Annotated[str, typer.Option(help=f"One or more of {','.join(transfers.TRANSPORTS)}.")] = "shm",
     op: Annotated[str, typer.Option(help="get, put, or both.")] = "get,put",
     block_bytes: Annotated[str, typer.Option(help="Sizes of a block.")] = "64KiB,1MiB,2MiB",
-    blocks: Annotated[int | None, typer.Option(help="Blocks of the working set. [default: 512 MiB of them]")] = None,
+    blocks: Annotated[int | None, typer.Option(help="Blocks of the working set. [default: 256 MiB of them]")] = None,
     batch: Annotated[str, typer.Option(help="Bytes that one call moves.")] = "64MiB",
     rounds: Annotated[int, typer.Option(help="Times that the working set is moved.")] = 5,
     threads: Annotated[int, typer.Option(help="Threads that call.")] = 1,
-    streams: Annotated[int, typer.Option(help="Connections that one call may use (tcp, unix).")] = 2,
+    streams: Annotated[int, typer.Option(help="Threads or connections that one call may use.")] = 2,
+    layout: Annotated[str, typer.Option(help="The caller's buffers: array, or scattered.")] = "array",
     node_size: Annotated[
-        str | None, typer.Option(help="Memory of the node. [default: gets fit, puts evict steadily]")
+        str | None, typer.Option(help="Memory of the node; with less than by default, puts evict. [default: all fits]")
     ] = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
@@ -67,6 +68,7 @@ def transfer(
             rounds=rounds,
             threads=threads,
             streams=streams,
+            layout=layout,
             node_bytes=parse_size(node_size) if node_size is not None else None,
         )
         for one_transport, one_op, size in itertools.product(_words(transport), _words(op), _words(block_bytes))
@@ -162,9 +164,8 @@ def _transfers(rows: Sequence[Row]) -> RenderableType | None:
     return Group(
         table(columns, cells),
         "GB/s: every byte verified; limit: the same bytes moved raw, in turns with ours.",
-        f"Threads x connections of both: {', '.join(sorted(lanes))}.",
+        f"Threads x streams of both: {', '.join(sorted(lanes))}.",
         "single: one call for one block, from its hash to its bytes, p50.",
-        "Puts evict as much as they store: the pool is full, unless --node-size is larger.",
     )
 
 

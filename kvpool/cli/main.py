@@ -38,11 +38,17 @@ _EXIT_CODES: dict[type[Exception], int] = {
 """The first class that an error is an instance of decides; anything else is a bug and shows its traceback."""
 
 
+INTERRUPTED = 130
+"""What shells say of a process that Ctrl-C ended."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code, after a one-line error on stderr if it is not 0."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = build_app(arguments)(arguments, prog_name="kvpool", standalone_mode=False)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except tuple(_EXIT_CODES) as error:
         code = exit_code(error)
         _report(error, code, as_json=_wants_json(arguments))

@@ -23,7 +23,8 @@ def up(settings: Settings, output: Format) -> None:
     """Run a whole pool in one process on loopback until SIGTERM or Ctrl-C."""
     from kvpool.embedded import EmbeddedPool  # noqa: PLC0415 - after the settings are known to be good
 
-    pool = EmbeddedPool(settings.meta, settings.node)
+    # A pool for trying out gives its memory back; `kvpool node` is the one that keeps its blocks.
+    pool = EmbeddedPool(settings.meta, settings.node.model_copy(update={"keep_segment": False}))
 
     def announce() -> None:
         ready = {

@@ -16,6 +16,7 @@ from kvpool.transport.blocks import Bytes
 from kvpool.transport.copying import store_slots
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.shm import read_mapped
+from kvpool.transport.streams import Streams
 
 
 class LocalStore(Protocol):
@@ -62,17 +63,18 @@ class InprocTransport(Transport):
 
     name = "inproc"
 
-    def __init__(self, uri: str, _principal: str, incarnation: int, _streams: int, _timeout_s: float) -> None:
+    def __init__(self, uri: str, _principal: str, incarnation: int, streams: int, _timeout_s: float) -> None:
         store = _stores.get(uri.partition("://")[2])
         if store is None or store.incarnation != incarnation:
             raise UnavailableError(f"{uri} is not a node of this process")
         self._store = store
         self._owner = next(_owners)
+        self._streams = Streams(streams)
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`."""
         del deadline  # bounded by the copies themselves
-        return read_mapped(self._store.payload(batch.segment_id), batch)
+        return read_mapped(self._store.payload(batch.segment_id), batch, self._streams)
 
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
@@ -81,6 +83,7 @@ class InprocTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`."""
         self._store.drop_owner(self._owner)
+        self._streams.close()
 
     def _write_one(self, batch: WriteBatch, deadline: Deadline) -> bytearray:
         statuses = bytearray([WriteStatus.NO_SLOT]) * len(batch.sources)

@@ -9,6 +9,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from kvpool.transport.copying import fits, load_slots, store_slots
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.populate import Populator
+from kvpool.transport.streams import Streams
 from kvpool.transport.wire.connection import Buffers
 from kvpool.transport.wire.messages import AttachReply, AttachRequest, Message, SealRequest, pack
 from kvpool.transport.writing import write_grants
@@ -58,11 +60,16 @@ class _Mapping:
         self._writable = None
 
 
-def read_mapped(payload: Bytes, batch: ReadBatch) -> bytearray:
+def read_mapped(payload: Bytes, batch: ReadBatch, streams: Streams) -> bytearray:
     """Copy the batch's blocks out of a mapped segment; one `ReadStatus` each."""
     if not fits(payload, batch.slots, batch.block_bytes):
         return bytearray([ReadStatus.BAD]) * len(batch.destinations)
-    found = load_slots(payload, batch.slots, batch.destinations, batch.seeds())
+    slots, destinations, seeds = batch.slots, batch.destinations, batch.seeds()
+
+    def part(first: int, end: int) -> list[int]:
+        return load_slots(payload, slots[first:end], destinations.select(range(first, end)), seeds[first:end])
+
+    found = list(chain.from_iterable(streams.split(len(destinations), batch.block_bytes, part)))
     expected = batch.checksums.tolist()
     if found == expected:
         return bytearray(len(found))
@@ -74,9 +81,10 @@ class ShmTransport(Transport):
 
     name = "shm"
 
-    def __init__(self, uri: str, principal: str, incarnation: int, _streams: int, timeout_s: float) -> None:
+    def __init__(self, uri: str, principal: str, incarnation: int, streams: int, timeout_s: float) -> None:
         path = uri.partition("://")[2]
         self._connections = ConnectionPool(f"unix://{path}", principal, incarnation)
+        self._streams = Streams(streams)
         self._mappings: dict[bytes, _Mapping] = {}
         self._lock = threading.Lock()
         with self._connections.connection(timeout_s):
@@ -90,7 +98,7 @@ class ShmTransport(Transport):
             raise
         except (KvpoolError, OSError):
             return bytearray([ReadStatus.FAILED]) * len(batch.destinations)
-        return read_mapped(payload, batch)
+        return read_mapped(payload, batch, self._streams)
 
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
@@ -102,7 +110,12 @@ class ShmTransport(Transport):
             if not fits(payload, slots, batch.block_bytes):
                 raise ProtocolError("the node prepared slots outside its own segment")
             seeds = batch.seeds(generations, blocks)
-            checksums = store_slots(payload, slots, batch.sources.select(blocks), seeds)
+            sources = batch.sources.select(blocks)
+
+            def part(first: int, end: int) -> list[int]:
+                return store_slots(payload, slots[first:end], sources.select(range(first, end)), seeds[first:end])
+
+            checksums = list(chain.from_iterable(self._streams.split(len(blocks), batch.block_bytes, part)))
             where = (slots.tobytes(), generations.tobytes(), pack(checksums, "<u8"))
             return SealRequest(batch.segment_id, batch.reservation, *where), ()
 
@@ -111,6 +124,7 @@ class ShmTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`."""
         self._connections.close()
+        self._streams.close()
         with self._lock:
             for mapping in self._mappings.values():
                 mapping.close()

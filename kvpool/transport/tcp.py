@@ -4,24 +4,21 @@ Two-sided: the node pins a slot while it sends it and receives written bytes its
 change, and the checksum over the destination guards the way. Large batches are split over several streams.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
-from kvpool.transport.copying import CHUNK_BYTES, checksum, checksums_side_by_side
+from kvpool.transport.copying import GROUP_BYTES, checksum, checksums_side_by_side
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
+from kvpool.transport.streams import Streams
 from kvpool.transport.wire.connection import Buffers, Connection
 from kvpool.transport.wire.messages import Message, ReadReply, ReadRequest, WriteRequest, pack, unpack
 from kvpool.transport.writing import write_grants
-
-STREAM_BYTES_MIN = 1 << 20
-"""Less than this is not worth another stream."""
 
 REQUEST_BYTES_MAX = 64 << 20
 """Bytes asked for in one frame, so that one request neither pins nor delays too much."""
@@ -33,8 +30,7 @@ class TcpTransport(Transport):
     def __init__(self, uri: str, principal: str, incarnation: int, streams: int, timeout_s: float) -> None:
         self.name = uri.partition("://")[0]
         self._connections = ConnectionPool(uri, principal, incarnation)
-        self._streams = streams
-        self._workers = ThreadPoolExecutor(max(1, 4 * (streams - 1)), "kvpool-stream") if streams > 1 else None
+        self._streams = Streams(streams)
         with self._connections.connection(timeout_s):
             pass  # the node answers
 
@@ -45,36 +41,19 @@ class TcpTransport(Transport):
         def part(start: int, end: int) -> bytearray:
             return self._read_part(batch, seeds, start, end, deadline)
 
-        return self._spread(len(batch.destinations), batch.block_bytes, part, ReadStatus.FAILED)
+        return bytearray().join(self._streams.split(len(batch.destinations), batch.block_bytes, part))
 
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
-        streams = min(self._streams, len(batches))
-        if streams <= 1 or self._workers is None:
-            return write_grants(self._connections, batches, _ready, deadline)
+        streams = min(self._streams.count, len(batches))
         parts = [batches[i::streams] for i in range(streams)]
-        others = [self._workers.submit(write_grants, self._connections, part, _ready, deadline) for part in parts[1:]]
-        done = [write_grants(self._connections, parts[0], _ready, deadline), *(other.result() for other in others)]
+        done = self._streams.run([partial(write_grants, self._connections, part, _ready, deadline) for part in parts])
         return [done[i % streams][i // streams] for i in range(len(batches))]
 
     def close(self) -> None:
         """See `Transport.close`."""
         self._connections.close()
-        if self._workers is not None:
-            self._workers.shutdown(cancel_futures=True)
-
-    def _spread(self, count: int, block_bytes: int, part: Callable[[int, int], bytearray], failed: int) -> bytearray:
-        """Run ``part`` over slices of ``range(count)``, on several streams when there is enough to move."""
-        streams = min(self._streams, count, count * block_bytes // STREAM_BYTES_MIN)
-        if streams <= 1 or self._workers is None:
-            return _or_failed(part, 0, count, failed)
-        bounds = [count * i // streams for i in range(streams + 1)]
-        slices = list(pairwise(bounds))
-        others = [self._workers.submit(_or_failed, part, start, end, failed) for start, end in slices[1:]]
-        statuses = _or_failed(part, *slices[0], failed)
-        for other in others:
-            statuses += other.result()
-        return statuses
+        self._streams.close()
 
     def _read_part(self, batch: ReadBatch, seeds: list[int], start: int, end: int, deadline: Deadline) -> bytearray:
         step = max(1, REQUEST_BYTES_MAX // batch.block_bytes)
@@ -127,7 +106,7 @@ def _take(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Receive blocks in their order, some at a time; which, and the checksums of what their destinations hold."""
     length, destinations = batch.block_bytes, batch.destinations
-    step = max(1, CHUNK_BYTES // length)
+    step = max(1, GROUP_BYTES // length)
     for first in range(0, len(blocks), step):
         some = blocks[first : first + step]
         part = destinations.select(some)
@@ -154,12 +133,3 @@ def _ready(
         checksums = [checksum(block, seed) for block, seed in zip(pieces, seeds, strict=True)]
     where = (slots.tobytes(), generations.tobytes(), pack(checksums, "<u8"))
     return WriteRequest(batch.segment_id, batch.reservation, *where), payload
-
-
-def _or_failed(part: Callable[[int, int], bytearray], start: int, end: int, failed: int) -> bytearray:
-    try:
-        return part(start, end)
-    except ClosedError:
-        raise
-    except (KvpoolError, OSError):
-        return bytearray([failed]) * (end - start)

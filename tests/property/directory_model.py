@@ -119,6 +119,19 @@ class DirectoryModel:
                 if status == CommitStatus.STALE:
                     segment.free(slot.slot, slot.generation)
 
+    def abort(self, write: Write, hashes: list[bytes], *, crowded: bool) -> None:
+        """Give ``hashes`` (none: all) back; ``crowded`` evicts leaves that nobody holds."""
+        before = inspect(self.directory)
+        expected = write.in_flight & set(hashes) if hashes else write.in_flight
+        assert self.directory.abort(write.number, hashes or None, crowded=crowded) == len(expected)
+        for block_hash in expected:
+            write.drop(block_hash)
+        evictions = Evictions(before, inspect(self.directory), set(), None, self._may_go)
+        assert crowded or not evictions.evicted
+        assert not evictions.evicted & self._protected(before)
+        evictions.check_leaves_went_first()
+        self.forget_pins()
+
     def expire(self) -> None:
         """The directory freed what abandoned reservations still held."""
         for write in self.open:

@@ -67,15 +67,11 @@ class DirectoryMachine(RuleBasedStateMachine):
         """A writer names a reservation that never owned what it wrote."""
         self.pool.commit(other, [place for place in write.places if place not in other.pending])
 
-    @rule(write=writes, pick=picks)
-    def abort(self, write: Write, pick: int) -> None:
+    @rule(write=writes, pick=picks, crowded=st.booleans())
+    def abort(self, write: Write, pick: int, crowded: bool) -> None:
         """All, or blocks of some shards, so that a block may be named twice."""
         hashes = [place[0] for i, place in enumerate(write.places) if pick >> i & 1]
-        expected = write.in_flight & set(hashes) if hashes else write.in_flight
-        assert self.directory.abort(write.number, hashes or None) == len(expected)
-        for block_hash in expected:
-            write.drop(block_hash)
-        self.pool.forget_pins()
+        self.pool.abort(write, hashes, crowded=crowded)
 
     # Readers
 

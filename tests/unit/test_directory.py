@@ -326,6 +326,33 @@ def test_a_refused_chain_does_not_hurt_the_next_one(pool):
     assert pool.visible(chain(7, 8)) == [True, True]
 
 
+def test_a_chain_cannot_be_stored_below_itself(pool):
+    """A ring of blocks would have no leaf: nothing could ever evict it."""
+    hashes = chain(1, 2, 3)
+    pool.store(hashes)
+    pool.lose_block(hashes[0])
+    before = pool.in_use()
+
+    with pytest.raises(NamespaceMismatchError, match="below the chain"):
+        pool.reserve([*chain(8), hashes[0]], parent=hashes[2])
+
+    assert pool.in_use() == before
+    assert list(pool.reserve(hashes).wants) == [WANTED, EXISTS, EXISTS]
+
+
+def test_an_inventory_cannot_close_a_ring(pool):
+    segment = pool.segments[0]
+    one, two, three = chain(1)[0], chain(2)[0], chain(3)[0]
+    slots = [
+        segment.store(pool.namespace, one, two, 0),
+        segment.store(pool.namespace, two, one, 0),
+        segment.store(pool.namespace, three, three, 0),
+    ]
+
+    assert pool.announce(segment, slots) == [True, False, False]
+    pool.directory.check_integrity()
+
+
 def test_a_segment_joins_once(pool):
     with pytest.raises(UsageError, match="open already"):
         pool.join(pool.segments[0])

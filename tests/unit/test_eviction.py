@@ -190,6 +190,32 @@ def test_a_large_block_presses_out_several_small_ones():
     assert pool.visible(chain(9), large) == [True]
 
 
+def test_a_crowded_node_is_given_a_hole_of_its_oldest_leaves():
+    pool = SmallPool(6, 6, config=EXACT)
+    for token in range(12):
+        store(pool, token)
+    result = pool.reserve(chain(20))
+    (number, _), *_ = result.shares
+    on_it = [token for token in range(1, 12) if segment_of(pool, token).number == number]
+
+    pool.directory.abort(result.reservation, crowded=True)
+
+    gone = [token for token in range(1, 12) if not pool.visible(chain(token))[0]]
+    assert gone == on_it[: len(gone)]
+    assert len(gone) >= 2
+
+
+def test_a_crowded_node_keeps_what_is_held():
+    pool = SmallPool(3, config=DirectoryConfig(lease_cap=1.0))
+    store(pool, 1, 2)
+    pool.directory.match(pool.namespace.id, b"".join(chain(1, 2)), lease_s=5.0)
+    result = pool.reserve(chain(3))
+
+    assert pool.directory.abort(result.reservation, crowded=True) == 1
+
+    assert pool.visible(chain(1, 2)) == [True, True]
+
+
 # Pins
 
 

@@ -94,6 +94,20 @@ def test_victims_of_one_reserve_do_not_travel_in_the_next():
     assert [len(share.victims) for share in result.shares.values()] == [1]
 
 
+def test_what_was_freed_without_a_grant_travels_in_the_next_one():
+    """So that a node which has not read its control stream yet finds the room it was promised."""
+    sharded = make_namespace(shards=2)
+    pool = SmallPool(2, namespaces=(sharded,))
+    result = pool.reserve(chain(1))
+    pool.commit_share(result, 0, 0, chain(1))
+    pool.directory.abort(result.reservation)
+
+    again = pool.reserve(chain(2))
+
+    assert [order for share in again.shares.values() for order in share.victims] == pool.directory.orders("node-0")
+    assert len(pool.directory.orders("node-0")) == 1
+
+
 def test_a_freed_block_is_not_resurrected_by_an_inventory():
     pool = SmallPool(2)
     evict(pool, stored=2, presses=0)

@@ -67,6 +67,19 @@ class Chains:
             blocks.next_sibling[row] = blocks.previous_sibling[row] = NIL
         return rows
 
+    def would_loop(self, namespace: int, hashes: list[bytes], parent_hash: bytes) -> bool:
+        """Whether ``parent_hash`` lies below one of the new ``hashes``.
+
+        No engine makes such hashes; but a ring has no leaf, so nothing could ever evict it.
+        """
+        waiting = self._waiting[namespace]
+        if not waiting or not any(block_hash in waiting for block_hash in hashes):
+            return False
+        row = self.indexes[namespace].get(parent_hash, NIL)
+        while row >= 0 and self.blocks.parent[row] >= 0:
+            row = self.blocks.parent[row]
+        return self._waits_for.get(row) in hashes
+
     def complete(self, row: int) -> None:
         """All shards are committed: the block turns visible with what waits below it, or dormant."""
         if self._parent_is_visible(row):

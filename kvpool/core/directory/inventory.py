@@ -78,6 +78,8 @@ def _announce_one(state: DirectoryState, segment: Segment, entry: NamespaceEntry
         return False
     row = state.chains.indexes[entry.number].get(block.hash, NIL)
     if row == NIL:
+        if block.parent == block.hash or state.chains.would_loop(entry.number, [block.hash], block.parent):
+            return False
         now_us = state.now_us() - microseconds(block.age_s)
         row = state.chains.insert(entry.number, block.hash, block.parent, entry.namespace.shards, max(0, now_us))
     elif state.blocks.state[row] == BlockState.IN_FLIGHT or state.chains.parent_hash(row) != block.parent:

@@ -1,10 +1,10 @@
 """Read leases: which blocks are held for whom, until when, and how many bytes that comes to.
 
 A lease sits on the deepest matched block and covers its ancestors; it is charged for the blocks that its holder said it
-has a use for. Leases on one block are charged once, the largest; their charge and hold shrink when the last of them ends,
-so that a block which thousands wait for costs no more than any other. Leases on different blocks that share ancestors are
-charged for them once each: an upper bound, which is why the cap is enforced only while the pool is nearly full; before
-that a lease keeps nobody out (docs/design/directory.md).
+has a use for. Leases on one block are charged once, the largest; charge and hold shrink when the last of them ends, so
+that a lease costs the same however many wait for its block. Leases on different blocks that share ancestors are charged
+for them once each: an upper bound, which is why the cap is enforced only while the pool is nearly full; before that a
+lease keeps nobody out (docs/design/directory.md).
 """
 
 from dataclasses import dataclass, field

@@ -1,10 +1,9 @@
 """Reading the directory: how long a prefix is there, and where its blocks lie."""
 
 from array import array
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvpool.core.clock import microseconds
 from kvpool.core.directory.chains import Index
@@ -15,6 +14,9 @@ from kvpool.core.directory.tombstones import MissReason
 from kvpool.core.errors import InvalidHashError
 from kvpool.core.keys import count_hashes
 from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX
+
+NUMPY_ROWS_MIN = 24
+"""Fewer values are gathered faster one by one."""
 
 LEASE_MARGIN_S = 0.25
 """The grantor holds a lease this much longer than it says, so that it outlasts the holder's own count."""
@@ -161,19 +163,17 @@ def _gather(
 ) -> Location:
     rows = state.placements.rows
     block_rows = _visible_rows(state, index, hashes, first, end)
-    end = first + len(block_rows)
-    heads = _take(state.blocks.placement, np.array(block_rows, np.int64))
-    block = np.arange(end - first, dtype=np.uint32)
-    if (_take(rows.next, heads) != NIL).any():
+    block: Sequence[int] = range(len(block_rows))
+    heads: Sequence[int] = _take(state.blocks.placement, block_rows)
+    if any(link != NIL for link in _take(rows.next, heads)):
         block, heads = _all_copies(state, block_rows)
-    shards = _take(rows.shard, heads)
-    if shard is not None and (shards != shard).any():
-        wanted = shards == shard
-        block, heads, shards = block[wanted], heads[wanted], shards[wanted]
+    if shard is not None and any(found != shard for found in _take(rows.shard, heads)):
+        chosen = [i for i, found in enumerate(_take(rows.shard, heads)) if found == shard]
+        block, heads = [block[i] for i in chosen], [heads[i] for i in chosen]
     return Location(
-        blocks=end - first,
-        block=block,
-        shard=shards,
+        blocks=len(block_rows),
+        block=array("I", block),
+        shard=_take(rows.shard, heads),
         segment=_take(rows.segment, heads),
         slot=_take(rows.slot, heads),
         generation=_take(rows.generation, heads),
@@ -194,12 +194,15 @@ def _visible_rows(state: DirectoryState, index: Index, hashes: bytes, first: int
     return found
 
 
-def _all_copies(state: DirectoryState, block_rows: list[int]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+def _all_copies(state: DirectoryState, block_rows: list[int]) -> tuple[list[int], list[int]]:
     pairs = [(i, p) for i, row in enumerate(block_rows) for p in state.placements.of_block(row)]
-    table = np.array(pairs, np.int64).reshape(-1, 2)
-    return table[:, 0].astype(np.uint32), table[:, 1]
+    return [i for i, _ in pairs], [p for _, p in pairs]
 
 
-def _take(column: "array[int]", rows: NDArray[np.int64]) -> NDArray[Any]:
+def _take(column: "array[int]", rows: Sequence[int]) -> "array[int]":
+    """The column's values at ``rows``."""
+    if len(rows) < NUMPY_ROWS_MIN:
+        return array(column.typecode, [column[row] for row in rows])
     # A view of an array locks its size while it lives: take the copy and let the view go.
-    return np.frombuffer(column, column.typecode)[rows] if len(column) else np.empty(0, column.typecode)
+    taken = np.frombuffer(column, column.typecode)[np.asarray(rows, np.int64)]
+    return array(column.typecode, taken.tobytes())

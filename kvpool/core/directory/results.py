@@ -1,10 +1,8 @@
 """What the directory answers: small frozen records, packed where there is one value a block."""
 
+from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvpool.core.directory.outbox import FreeSlot
 from kvpool.core.directory.tombstones import MissReason
@@ -46,22 +44,22 @@ class Location:
 
     Attributes:
         blocks: Blocks located: the visible ones of the slice.
-        block: Index of the copy's block within the slice, uint32.
-        shard: uint16.
-        segment: Segment number, uint16.
-        slot: uint32.
-        generation: uint64.
-        checksum: uint64.
+        block: Index of the copy's block within the slice (``array("I")``).
+        shard: ``array("H")``.
+        segment: Segment number (``array("H")``).
+        slot: ``array("I")``.
+        generation: ``array("Q")``.
+        checksum: ``array("Q")``.
         reason: Why the next block is missing; None when the whole slice is there.
     """
 
     blocks: int
-    block: NDArray[np.uint32]
-    shard: NDArray[np.uint16]
-    segment: NDArray[np.uint16]
-    slot: NDArray[np.uint32]
-    generation: NDArray[np.uint64]
-    checksum: NDArray[np.uint64]
+    block: "array[int]"
+    shard: "array[int]"
+    segment: "array[int]"
+    slot: "array[int]"
+    generation: "array[int]"
+    checksum: "array[int]"
     reason: MissReason | None
 
 

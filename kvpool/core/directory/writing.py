@@ -43,6 +43,8 @@ def reserve(
     if len(set(chain)) != len(chain):
         raise InvalidHashError("a hash stands twice in the chain; each block has its own")
     above = hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES] if first else parent
+    if state.chains.would_loop(entry.number, chain, above):
+        raise NamespaceMismatchError("the chain's parent is stored below the chain: give the hashes from their root")
     return _Writer(state, entry, index, owner, ttl_s).reserve(chain, above, first)
 
 
