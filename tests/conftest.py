@@ -7,6 +7,6 @@ import os
 
 from hypothesis import settings
 
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=500, stateful_step_count=50)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=400, stateful_step_count=50)
 settings.register_profile("dev", deadline=None, max_examples=5_000, stateful_step_count=80, print_blob=True)
 settings.load_profile(os.environ.get("KVPOOL_HYPOTHESIS_PROFILE", "ci"))

@@ -15,6 +15,7 @@ from kvpool.core.errors import ClosedError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX
 from kvpool.core.namespace import Namespace
 from kvpool.transport.deadline import Deadline
+from kvpool.transport.streams import Streams
 from kvpool.v1 import common_pb2
 
 DEFAULT_TRANSPORTS = ("inproc", "shm", "tcp")
@@ -31,6 +32,7 @@ class Client:
         self.meta = MetaClient(uri, principal)
         self.nodes = Nodes(tuple(transports), principal, streams)
         self.counters = Counters()
+        self.streams = Streams(streams)
         self._closed = threading.Event()
 
     def __enter__(self) -> Self:
@@ -88,6 +90,7 @@ class Client:
         self._closed.set()
         self.nodes.close()
         self.meta.close()
+        self.streams.close()
 
 
 def connect(
@@ -104,7 +107,7 @@ def connect(
         uri: ``grpc://host:port`` of its metadata service.
         transports: Schemes to move blocks by, best first; the first that reaches a node is used for it.
         timeout_s: Deadline of calls that name none.
-        streams: Connections that one large tcp transfer may use.
+        streams: Threads, or connections, that one large transfer may use.
         principal: Who is calling, for the pool's logs; by default this process's number.
 
     Returns:

@@ -1,10 +1,12 @@
 """Storing: reserve places, write each node's grants by its transport, give back what failed.
 
-A long slice is reserved in steps: while the blocks of one are written, the directory places the next.
+A long slice is stored in steps: while the blocks of some are written, the directory places the next.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvpool.client.results import Reservation, StoreResult, WriteResult
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
     from kvpool.client.keyspace import Keyspace
 
 STEP_BLOCKS = 256
-"""Blocks reserved at a time by a store."""
+STEP_BYTES = 16 << 20
+"""Blocks and bytes that a store reserves and writes at a time."""
 
 CROWDED_TRIES = 3
 """Further tries when a node's free pages are too scattered; the directory makes a hole before each."""
@@ -37,10 +40,13 @@ CROWDED_TRIES = 3
 
 def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: bytes, deadline: Deadline) -> Reservation:
     """See `Keyspace.reserve`."""
-    request = _request(keyspace, packed, first, parent)
+    meta = keyspace.client.meta
+    request = ReserveRequest(keyspace.namespace.id, packed, first, parent, 0, meta.topology.version)
     # Asking again could reserve twice; the first answer's places would only come back at their deadline.
     reply = keyspace.call(request, ReserveReply, deadline, again=False)
-    return _reservation(keyspace, request, reply)
+    meta.learn(reply.topology)
+    missing_from = None if reply.missing_from == NONE_INDEX else reply.missing_from
+    return Reservation(reply.reservation, first, packed[first * HASH_BYTES :], reply.wants, missing_from, reply.grants)
 
 
 def abort_blocks(
@@ -102,76 +108,67 @@ class _Store:
         self._sources = sources
         self._first = first
         self._deadline = deadline
-        self._stored: set[int] = set()
-        self._existing = self._in_flight = 0
+        self._step = max(1, min(STEP_BLOCKS, STEP_BYTES // keyspace.namespace.block_bytes))
+        self._lock = threading.Lock()
+        self._stored = self._existing = self._in_flight = 0
         self._missing_from: int | None = None
 
     def run(self) -> None:
-        """Store everything, or up to what cannot be."""
-        starts = list(range(0, len(self._sources), STEP_BLOCKS))
-        reservation = reserve_blocks(self._keyspace, self._upto(starts[0]), self._first, NO_PARENT, self._deadline)
-        if len(starts) == 1:
-            self._write(reservation, 0)
+        """Store everything, or up to what cannot be: some steps are written while the next one is reserved."""
+        if self._step >= len(self._sources):
+            self._write(self._reserve(0), 0)
             return
-        with self._keyspace.client.meta.find(self._deadline).connection(self._deadline.left_s()) as connection:
-            for start, following in zip(starts, [*starts[1:], None], strict=True):
-                complete = reservation.missing_from is None and Want.NO_ROOM not in reservation.wants
-                if following is not None and complete:
-                    request = _request(self._keyspace, self._upto(following), self._first + following, NO_PARENT)
-                    connection.post(request, self._deadline.left_s())
-                self._write(reservation, start)
-                if following is None or not complete:
-                    return
-                reply = connection.collect(ReserveReply, self._deadline.left_s())
-                reservation = _reservation(self._keyspace, request, reply)
+        for _ in self._keyspace.client.streams.window(self._steps()):
+            pass
 
     def result(self) -> StoreResult:
         """The sum of all steps."""
-        stored = len(self._stored)
-        refused = len(self._sources) - stored - self._existing - self._in_flight
+        refused = len(self._sources) - self._stored - self._existing - self._in_flight
         self._keyspace.client.counters.refused(refused)
         return StoreResult(
-            stored=stored,
+            stored=self._stored,
             existing=self._existing,
             in_flight=self._in_flight,
             refused=refused,
             missing_from=self._missing_from,
-            size_bytes=stored * self._keyspace.namespace.block_bytes,
+            size_bytes=self._stored * self._keyspace.namespace.block_bytes,
         )
 
-    def _upto(self, start: int) -> bytes:
-        """The chain up to the end of the step that begins at ``start``."""
-        return self._packed[: (self._first + start + STEP_BLOCKS) * HASH_BYTES]
+    def _steps(self) -> Iterator[Callable[[], None]]:
+        """Reserve step by step; each item writes one."""
+        for start in range(0, len(self._sources), self._step):
+            reservation = self._reserve(start)
+            yield partial(self._write, reservation, start)
+            if reservation.missing_from is not None or Want.NO_ROOM in reservation.wants:
+                return  # what follows in the chain finds no parent
+
+    def _reserve(self, start: int) -> Reservation:
+        upto = self._packed[: (self._first + start + self._step) * HASH_BYTES]
+        return reserve_blocks(self._keyspace, upto, self._first + start, NO_PARENT, self._deadline)
 
     def _write(self, reservation: Reservation, start: int) -> None:
-        self._missing_from = reservation.missing_from
-        self._existing += reservation.wants.count(Want.EXISTS)
-        self._in_flight += reservation.wants.count(Want.IN_FLIGHT)
-        end = min(start + STEP_BLOCKS, len(self._sources))
-        sources = self._sources.select(range(start, end))
+        stored: set[int] = set()
+        sources = self._sources.select(range(start, min(start + self._step, len(self._sources))))
+        first_answer = reservation
         for tries_left in range(CROWDED_TRIES, -1, -1):
             written = write_shard(self._keyspace, reservation, sources, 0, self._deadline)
-            self._stored.update(start + block for block in written.committed)
+            stored.update(written.committed)
             if not written.failed:
-                return
+                break
             abort_blocks(self._keyspace, reservation, written.failed, self._deadline, crowded=written.crowded)
             if not written.crowded or not tries_left:
-                return
+                break
             # Most of what was written exists now; only the rest is wanted again.
-            upto = self._upto(start)
-            reservation = reserve_blocks(self._keyspace, upto, self._first + start, NO_PARENT, self._deadline)
+            reservation = self._reserve(start)
+        self._add(first_answer, len(stored))
 
-
-def _request(keyspace: "Keyspace", packed: bytes, first: int, parent: bytes) -> ReserveRequest:
-    version = keyspace.client.meta.topology.version
-    return ReserveRequest(keyspace.namespace.id, packed, first, parent, 0, version)
-
-
-def _reservation(keyspace: "Keyspace", request: ReserveRequest, reply: ReserveReply) -> Reservation:
-    keyspace.client.meta.learn(reply.topology)
-    missing_from = None if reply.missing_from == NONE_INDEX else reply.missing_from
-    hashes = request.hashes[request.first * HASH_BYTES :]
-    return Reservation(reply.reservation, request.first, hashes, reply.wants, missing_from, reply.grants)
+    def _add(self, reservation: Reservation, stored: int) -> None:
+        with self._lock:
+            self._stored += stored
+            self._existing += reservation.wants.count(Want.EXISTS)
+            self._in_flight += reservation.wants.count(Want.IN_FLIGHT)
+            if reservation.missing_from is not None:
+                self._missing_from = reservation.missing_from
 
 
 def _write_segment(

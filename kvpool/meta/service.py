@@ -33,8 +33,8 @@ from kvpool.ops.settings import MetaSettings
 from kvpool.transport.wire.messages import NodeInfo, SegmentGrant, SegmentInfo, Topology, pack
 
 ORDERS_PER_MESSAGE = 1024
-GRANT_BLOCKS_MAX = 128
-GRANT_BYTES = 8 << 20
+GRANT_BLOCKS_MAX = 256
+GRANT_BYTES = 16 << 20
 """Blocks and bytes of one grant: while a writer moves one, its node commits the one before and prepares the next."""
 
 log = get_logger(__name__)

@@ -110,12 +110,7 @@ class ShmTransport(Transport):
             if not fits(payload, slots, batch.block_bytes):
                 raise ProtocolError("the node prepared slots outside its own segment")
             seeds = batch.seeds(generations, blocks)
-            sources = batch.sources.select(blocks)
-
-            def part(first: int, end: int) -> list[int]:
-                return store_slots(payload, slots[first:end], sources.select(range(first, end)), seeds[first:end])
-
-            checksums = list(chain.from_iterable(self._streams.split(len(blocks), batch.block_bytes, part)))
+            checksums = store_slots(payload, slots, batch.sources.select(blocks), seeds)
             where = (slots.tobytes(), generations.tobytes(), pack(checksums, "<u8"))
             return SealRequest(batch.segment_id, batch.reservation, *where), ()
 

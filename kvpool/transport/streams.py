@@ -1,7 +1,8 @@
 """Spreads large transfers over several threads; small ones stay on the caller's."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from typing import TypeVar
@@ -16,7 +17,7 @@ CALLS_MAX = 4
 
 
 class Streams:
-    """Threads for the further streams of a transport's calls.
+    """Threads for the further streams of a client's or transport's calls.
 
     Args:
         count: Streams of one call, the caller's own thread included.
@@ -24,7 +25,7 @@ class Streams:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._workers = ThreadPoolExecutor((count - 1) * CALLS_MAX, "kvpool-stream") if count > 1 else None
+        self._workers = ThreadPoolExecutor(count * CALLS_MAX, "kvpool-stream") if count > 1 else None
 
     def split(self, blocks: int, block_bytes: int, part: Callable[[int, int], Result]) -> list[Result]:
         """``part(first, end)`` over slices of ``range(blocks)``, in order; one slice where there is little to move."""
@@ -32,13 +33,26 @@ class Streams:
         bounds = [blocks * i // streams for i in range(streams + 1)]
         return self.run([partial(part, first, end) for first, end in pairwise(bounds)])
 
-    def run(self, calls: list[Callable[[], Result]]) -> list[Result]:
+    def run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
         """Make all calls side by side, the first on this thread; their results in order."""
         if len(calls) == 1 or self._workers is None:
             return [call() for call in calls]
         others = [self._workers.submit(call) for call in calls[1:]]
         first = calls[0]()
         return [first, *(other.result() for other in others)]
+
+    def window(self, calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+        """Results of the calls, in order; the next ones are drawn from ``calls`` while up to ``count`` of them run."""
+        pending: deque[Future[Result]] = deque()
+        for call in calls:
+            if self._workers is None:
+                yield call()
+                continue
+            pending.append(self._workers.submit(call))
+            if len(pending) == self.count:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
     def close(self) -> None:
         """End the threads; calls that run finish."""

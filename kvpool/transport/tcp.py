@@ -1,11 +1,11 @@
 """`tcp` and `unix`: block bytes in frames, scattered and gathered by the kernel straight between slots and buffers.
 
 Two-sided: the node pins a slot while it sends it and receives written bytes itself, so a reader can never see a slot
-change, and the checksum over the destination guards the way. Large batches are split over several streams.
+change, and the checksum over the destination guards the way. Large reads are split over several streams; large stores
+are written in steps, several at a time, by the client.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,10 +45,7 @@ class TcpTransport(Transport):
 
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
-        streams = min(self._streams.count, len(batches))
-        parts = [batches[i::streams] for i in range(streams)]
-        done = self._streams.run([partial(write_grants, self._connections, part, _ready, deadline) for part in parts])
-        return [done[i % streams][i // streams] for i in range(len(batches))]
+        return write_grants(self._connections, batches, _ready, deadline)
 
     def close(self) -> None:
         """See `Transport.close`."""

@@ -28,4 +28,4 @@ def values_of(kind: type) -> st.SearchStrategy:
         return st.lists(values_of(get_args(kind)[0]), max_size=3)
     if issubclass(kind, Message):
         return st.builds(kind, *[values_of(field.type) for field in msgspec.structs.fields(kind)])
-    return {int: integers, bytes: blobs, str: st.text(max_size=12), NoneType: st.none()}[kind]
+    return {bool: st.booleans(), int: integers, bytes: blobs, str: st.text(max_size=12), NoneType: st.none()}[kind]

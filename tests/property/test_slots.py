@@ -229,7 +229,8 @@ class SlotsMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """All transfers end, and time passes: every abandoned write has come back."""
-        for held in [held for held in self.held for _ in range(held.pins)]:
+        pinned = [held for held in self.held for _ in range(held.pins)]
+        for held in pinned:
             self.unpin_one(held)
         for seconds in (TTL_MAX_S, QUARANTINE_S):
             self.clock.advance(seconds)

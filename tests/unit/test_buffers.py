@@ -16,8 +16,8 @@ WRITABLE = {
     "bytearray": lambda: bytearray(BLOCK_BYTES),
     "memoryview": lambda: memoryview(bytearray(BLOCK_BYTES)),
     "array": lambda: array.array("d", [0, 0]),
-    "ctypes bytes": lambda: (ctypes.c_ubyte * BLOCK_BYTES)(),
-    "ctypes structs": lambda: (ctypes.c_int64 * 2)(),
+    "ctypes bytes": ctypes.c_ubyte * BLOCK_BYTES,
+    "ctypes structs": ctypes.c_int64 * 2,
     "numpy slice": lambda: np.zeros((4, BLOCK_BYTES), np.uint8)[2],
     "numpy 3-d": lambda: np.zeros((2, 2, 2), np.float16),
     "numpy 0-d": lambda: np.zeros((), np.complex128),
@@ -31,6 +31,10 @@ DTYPES = ["uint8", "int8", "bool", "float16", "float32", "int64", "complex64", "
 def pieces_of(buffers, *, writable):
     blocks = blocks_of(buffers, BLOCK_BYTES, writable=writable)
     return [blocks.pieces(i) for i in range(len(blocks))]
+
+
+def type_name(value):
+    return type(value).__name__
 
 
 def loaded_into(*buffers):
@@ -149,7 +153,7 @@ def test_one_buffer_that_is_no_number_of_blocks_is_refused():
     assert refusal_of_all(bytearray(3 * BLOCK_BYTES + 1)) == shown
 
 
-@pytest.mark.parametrize("buffers", [[], (), bytearray(), np.zeros((0, BLOCK_BYTES), np.uint8)], ids=lambda buffer: type(buffer).__name__)
+@pytest.mark.parametrize("buffers", [[], (), bytearray(), np.zeros((0, BLOCK_BYTES), np.uint8)], ids=type_name)
 def test_no_buffers_are_no_blocks(buffers):
     assert len(blocks_of(buffers, BLOCK_BYTES, writable=True)) == 0
 
@@ -171,7 +175,7 @@ def test_a_block_without_pieces_or_with_too_many_is_refused(count):
     assert refusal([b""] * count) == f"buffers[1] has {count} pieces; give from 1 to {PIECES_MAX}"
 
 
-@pytest.mark.parametrize("buffer", [None, 1, "text", object(), [1, 2], [None], {"a": 1}], ids=lambda buffer: type(buffer).__name__)
+@pytest.mark.parametrize("buffer", [None, 1, "text", object(), [1, 2], [None], {"a": 1}], ids=type_name)
 def test_what_has_no_bytes_is_refused_by_its_type(buffer):
     culprit = buffer[0] if isinstance(buffer, list) else buffer
 

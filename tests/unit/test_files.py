@@ -1,7 +1,7 @@
 """The files of a node's segment: one process at a time, taken over by the next one when they fit."""
 
-import os
 import subprocess
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +24,8 @@ def slot_at(page):
 
 def open_files(directory):
     """Paths under ``directory`` that this process has open."""
-    links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
-    return [target for link in links if link.is_symlink() and (target := os.readlink(link)).startswith(str(directory))]
+    links = list(Path("/proc/self/fd").iterdir())
+    return [link for link in links if link.is_symlink() and link.readlink().is_relative_to(directory)]
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_files_of_another_node_are_not_touched(run):
 def test_a_second_process_of_the_same_name_is_refused_with_the_fix(tmp_path):
     files = SegmentFiles(tmp_path, "n0")
 
-    with pytest.raises(CapacityError, match="another node 'n0' uses .*give this one another --node-id"):
+    with pytest.raises(CapacityError, match=r"another node 'n0' uses .*give this one another --node-id"):
         SegmentFiles(tmp_path, "n0")
 
     files.close(keep=True)
@@ -143,14 +143,13 @@ def test_headers_that_find_memory_full_later_are_refused(small_memory):
     """Not written: a write to a mapping that finds memory full would end the process with a bus error."""
     files = SegmentFiles(small_memory, "n0")
     segment, headers = files.open(SMALL_MEMORY_BYTES - 4 * PAGE_BYTES, "off")
-    written = []
+    each_page = map(slot_at, range(headers.pages))
 
     with pytest.raises(CapacityError, match="no memory for slot headers beside the payload"):
-        for page in range(headers.pages):
-            headers.write(slot_at(page), SlotState.COMMITTED)
-            written.append((page, 5))
+        deque((headers.write(slot, SlotState.COMMITTED) for slot in each_page), maxlen=0)
 
-    assert headers.scan(SlotState.COMMITTED).named() == written
+    refused = next(each_page).pages[0] - 1
+    assert headers.scan(SlotState.COMMITTED).named() == [(page, 5) for page in range(refused)]
     headers.close()
     segment.close()
     files.close(keep=False)

@@ -68,7 +68,7 @@ def test_a_grant_cut_short_is_refused(kept):
         {"victim_slots": b"123"},
         {"victim_generations": b""},
     ],
-    ids=lambda change: "/".join(change),
+    ids="/".join,
 )
 def test_a_grant_that_contradicts_itself_is_refused(change):
     sealed = seal(msgspec.structs.replace(GRANT, **change), KEY)

@@ -31,7 +31,7 @@ def test_a_node_that_joins_has_a_session_and_a_key_of_its_own(members):
     assert first.session != second.session
     assert first.key != second.key
     assert len(first.key) == 32
-    assert (MemberState.JOINING, (SEGMENT,), []) == (first.state, first.segments, first.numbers)
+    assert (first.state, first.segments, first.numbers) == (MemberState.JOINING, (SEGMENT,), [])
     assert [first, second] == list(members)
 
 

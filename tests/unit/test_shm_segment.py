@@ -75,7 +75,7 @@ def test_a_segment_too_large_is_refused_with_both_sizes_and_the_fix_and_leaves_n
         ShmSegment(path, SEGMENT_ID, 1 << 60)
 
     message = str(caught.value)
-    assert f"a segment of 1.049e+06 TiB does not fit {tmp_path}, which has " in message
+    assert f"a segment of 1024 PiB does not fit {tmp_path}, which has " in message
     assert " free; choose a smaller --size or enlarge it (docker: --shm-size, mount: -o remount,size=)" in message
     assert list(tmp_path.iterdir()) == []
 
@@ -120,7 +120,7 @@ def test_huge_pages_that_are_required_and_not_offered_are_refused_before_memory_
     offered.write_text(f"{state}\n")
     monkeypatch.setattr(shm, "HUGE_PAGES_STATE", offered)
 
-    with pytest.raises(CapacityError, match="huge pages for shared memory are off .*set hugepages to auto"):
+    with pytest.raises(CapacityError, match=r"huge pages for shared memory are off .*set hugepages to auto"):
         ShmSegment(path, SEGMENT_ID, SIZE_BYTES, "require")
     assert not path.exists()
 
