@@ -13,8 +13,15 @@ class ProtocHook(BuildHookInterface):
         protos = sorted(str(p) for p in (root / "proto").rglob("*.proto"))
         out = str(root)
         status = protoc.main(
-            ["protoc", f"-I{root / 'proto'}", f"--python_out={out}", f"--grpc_python_out={out}",
-             f"--mypy_out={out}", f"--mypy_grpc_out={out}", *protos]
+            [
+                "protoc",
+                f"-I{root / 'proto'}",
+                f"--python_out={out}",
+                f"--grpc_python_out={out}",
+                f"--mypy_out={out}",
+                f"--mypy_grpc_out={out}",
+                *protos,
+            ]
         )
         if status:
             raise RuntimeError(f"protoc failed with status {status} on {protos}")

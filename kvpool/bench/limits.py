@@ -74,7 +74,7 @@ def blocks_of(memory: Block, block_bytes: int) -> list[Block]:
 
 
 class CopyLimit:
-    """Copies block by block between the caller's buffers and shared memory of its own, on ``streams`` threads a call."""
+    """Copies block by block between the caller's buffers and shared memory of its own, on some threads a call."""
 
     def __init__(self, op: Op, blocks: int, block_bytes: int, threads: int, streams: int) -> None:
         self._op = op

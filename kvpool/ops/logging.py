@@ -24,9 +24,7 @@ def configure(settings: LogSettings) -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *(_json() if as_json else _console(colors=on_terminal and not os.environ.get("NO_COLOR"))),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(
-            logging.getLevelNamesMapping()[settings.level.upper()]
-        ),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
 

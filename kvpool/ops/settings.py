@@ -101,9 +101,7 @@ SocketPath = Annotated[Path, AfterValidator(_socket_path)]
 class _Section(BaseModel):
     """A frozen group of settings that refuses keys it does not know."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
 
 class _ServerSettings(_Section):

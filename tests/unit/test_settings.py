@@ -259,9 +259,7 @@ def test_direct_construction_reads_neither_environment_nor_files(monkeypatch, tm
     monkeypatch.setenv("KVPOOL_CONFIG", str(tmp_path / "none.yaml"))
 
     meta = MetaSettings(grpc_port=0, framed_port=0)
-    node = NodeSettings(
-        node_id="n0", size="64MiB", data_port=0, grpc_port=0, unix_socket=tmp_path / "n0.sock"
-    )
+    node = NodeSettings(node_id="n0", size="64MiB", data_port=0, grpc_port=0, unix_socket=tmp_path / "n0.sock")
 
     assert meta.tombstones == 65_536
     assert node.size == 64 << 20
