@@ -17,6 +17,7 @@ import msgspec
 import kvpool
 from kvpool.bench.limits import Batch, Block, CopyLimit, Limit, Op, blocks_of, shared_memory, socket_limit
 from kvpool.bench.measure import GB, at_least, compare, percentile, pool_processes, rounded, segment_folder
+from kvpool.client.storing import step_blocks
 from kvpool.core.errors import KvpoolError, UsageError
 from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, RESERVE_BLOCKS_MAX
 from kvpool.embedded import EmbeddedPool
@@ -91,7 +92,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams_used(self) -> int:
-        """Threads or connections that a call does use, by the transport's own rule."""
+        """Threads or connections that a call does use, by the client's own rules."""
+        if self.op == "put":
+            return min(self.streams, -(-self.batch_blocks // step_blocks(self.block_bytes)))
         return max(1, min(self.streams, self.batch_blocks, self.batch_blocks * self.block_bytes // STREAM_BYTES_MIN))
 
     @property

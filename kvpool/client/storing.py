@@ -38,6 +38,11 @@ CROWDED_TRIES = 3
 """Further tries when a node's free pages are too scattered; the directory makes a hole before each."""
 
 
+def step_blocks(block_bytes: int) -> int:
+    """Blocks of one step of a store."""
+    return max(1, min(STEP_BLOCKS, STEP_BYTES // block_bytes))
+
+
 def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: bytes, deadline: Deadline) -> Reservation:
     """See `Keyspace.reserve`."""
     meta = keyspace.client.meta
@@ -108,7 +113,7 @@ class _Store:
         self._sources = sources
         self._first = first
         self._deadline = deadline
-        self._step = max(1, min(STEP_BLOCKS, STEP_BYTES // keyspace.namespace.block_bytes))
+        self._step = step_blocks(keyspace.namespace.block_bytes)
         self._lock = threading.Lock()
         self._stored = self._existing = self._in_flight = 0
         self._missing_from: int | None = None

@@ -23,9 +23,9 @@ from kvpool.core.directory import (
     ReserveResult,
     Share,
 )
-from kvpool.core.errors import InvalidHashError, UnavailableError, UsageError
+from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UsageError
 from kvpool.core.grants import Grant, seal
-from kvpool.core.limits import HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
+from kvpool.core.limits import FRAME_BODY_BYTES_MAX, HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
 from kvpool.core.members import Member, Members, MemberSegment, MemberState
 from kvpool.core.namespace import Namespace, parse_namespace
 from kvpool.ops.logging import get_logger
@@ -36,6 +36,9 @@ ORDERS_PER_MESSAGE = 1024
 GRANT_BLOCKS_MAX = 256
 GRANT_BYTES = 16 << 20
 """Blocks and bytes of one grant: while a writer moves one, its node commits the one before and prepares the next."""
+
+GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
+"""Grants of one reservation, so that they fit the frame of its answer with the topology."""
 
 log = get_logger(__name__)
 
@@ -111,7 +114,7 @@ class MetaService:
     def reserve(
         self, namespace_id: bytes, hashes: bytes, first: int, parent: bytes, owner: str, ttl_s: float
     ) -> Reserved:
-        """See `Directory.reserve`; ``ttl_s`` of 0 asks for the default."""
+        """See `Directory.reserve`; ``ttl_s`` of 0 asks for the default. CapacityError: the grants fit no answer."""
         namespace_id = _checked_id(namespace_id)
         if len(parent) not in (0, HASH_BYTES):
             raise InvalidHashError(f"parent is {len(parent)} bytes; a block hash is {HASH_BYTES}")
@@ -131,6 +134,10 @@ class MetaService:
                 for (number, shard), share in result.shares.items()
                 for part in _parts(share, step)
             ]
+            size_bytes = sum(len(grant.grant) + len(grant.blocks) for grant in grants)
+            if size_bytes > GRANTS_BYTES_MAX:
+                self._directory.abort(result.reservation)
+                raise CapacityError(f"grants of {size_bytes} bytes in one reservation; reserve fewer blocks at a time")
         return Reserved(result, grants)
 
     def abort(self, reservation: int, hashes: list[bytes] | None, *, crowded: bool = False) -> int:

@@ -7,12 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import CapacityError
+from kvpool.core.grants import Grant, seal
 from kvpool.core.limits import PAGE_BYTES
-from kvpool.core.slots import SlotState
+from kvpool.core.slots import Slots, SlotState
 from kvpool.node.files import SegmentFiles
 from kvpool.node.headers import SlotHeaders, make_records
+from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.segment import shm
+from kvpool.node.store import NodeSession, NodeStore
+from kvpool.testing import ManualClock
 
 SIZE_BYTES = 8 * PAGE_BYTES
 SMALL_MEMORY_BYTES = 1 << 20
@@ -83,6 +88,26 @@ def test_half_of_the_files_is_not_taken_over(run, tmp_path, lost):
 
     assert other_id != segment_id
     assert (bytes(4), []) == (payload, headers)
+
+
+def test_a_node_that_finds_memory_full_gives_no_slots_and_goes_on(small_memory):
+    files, key = SegmentFiles(small_memory, "n0"), b"k" * 32
+    segment, headers = files.open(SMALL_MEMORY_BYTES - 4 * PAGE_BYTES, "off")
+    book = NamespaceBook(files.namespaces, lambda _: b"known")
+    store = NodeStore(segment, headers, Slots(headers.pages, ManualClock()), book, None, 1)
+    store.session = NodeSession(1, 2, key)
+
+    def prepare(blocks):
+        hashes = bytes(32 * blocks)
+        grant = Grant(1, 2, 3, segment.segment_id, b"n" * 32, PAGE_BYTES, 1000, hashes, hashes, 0, b"", b"")
+        return store.prepare(seal(grant, key), owner=1)[0]
+
+    assert (prepare(headers.pages) == NO_SLOT).all()
+    assert store.stats().slots == 0
+    assert (prepare(3) != NO_SLOT).all()
+    headers.close()
+    segment.close()
+    files.close(keep=False)
 
 
 def test_files_of_another_node_are_not_touched(run):
