@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from kvpool.core.errors import InvalidNamespaceError
+from kvpool.core.errors import CapacityError, InvalidNamespaceError
 from kvpool.core.namespace import parse_namespace
 
 
@@ -42,6 +42,12 @@ class NamespaceBook:
         document = self._ask(namespace_id)
         with self._lock:
             if namespace_id not in self._documents:
-                with self._path.open("ab") as file:
-                    file.write(b"\n" + document)
+                self._append(document)
                 self._documents[namespace_id] = document
+
+    def _append(self, document: bytes) -> None:
+        try:
+            with self._path.open("ab") as file:
+                file.write(b"\n" + document)
+        except OSError as error:
+            raise CapacityError(f"{self._path} takes no more documents: {error}; give the node less --size") from error

@@ -229,7 +229,7 @@ class ClientSettings(_Section):
     """Deadline of a call that names none."""
 
     streams: Annotated[int, Field(ge=1, le=STREAMS_MAX)] = 2
-    """TCP connections to one node."""
+    """Threads, or connections, that one large transfer may use."""
 
 
 class LogSettings(_Section):

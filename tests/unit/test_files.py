@@ -110,6 +110,15 @@ def test_a_node_that_finds_memory_full_gives_no_slots_and_goes_on(small_memory):
     files.close(keep=False)
 
 
+def test_a_namespace_that_finds_memory_full_is_refused(small_memory):
+    (small_memory / "full").write_bytes(bytes(SMALL_MEMORY_BYTES))
+    book = NamespaceBook(small_memory / "namespaces", lambda _: b"known")
+
+    with pytest.raises(CapacityError, match="takes no more documents"):
+        book.learn(b"n" * 32)
+    assert book.get(b"n" * 32) is None
+
+
 def test_files_of_another_node_are_not_touched(run):
     run(write=True)
 
