@@ -34,7 +34,7 @@ STEP_BLOCKS = 256
 STEP_BYTES = 16 << 20
 """Blocks and bytes that a store reserves and writes at a time."""
 
-CROWDED_TRIES = 3
+CROWDED_TRIES = 5
 """Further tries when a node's free pages are too scattered; the directory makes a hole before each."""
 
 

@@ -379,9 +379,9 @@ def _grant_blocks(block_bytes: int) -> int:
 
 
 def _parts(share: Share, step: int) -> Iterator[Share]:
-    """The share in grants of at most ``step`` blocks. Each frees all victims: which one a node sees first is open."""
+    """The share in grants of at most ``step`` blocks; brought in order, and the first frees the victims."""
     for start in range(0, len(share.indexes), step):
-        yield Share(share.indexes[start : start + step], share.victims)
+        yield Share(share.indexes[start : start + step], share.victims if not start else [])
 
 
 def _checked_id(namespace_id: bytes) -> bytes:

@@ -85,7 +85,7 @@ def long_lived_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with ExitStack() as stack:
         pool = Pool(tmp_path_factory.mktemp("pool"), stack)
         pool.start_meta()
-        pool.start_node("n0", "128MiB")
+        pool.start_node("n0", "512MiB")
         yield pool
 
 

@@ -208,8 +208,11 @@ class _Writer:
         return self.state.placements.segments.get(self.state.blocks.home_segment[row])
 
     def _result(self, wants: bytes) -> ReserveResult:
-        for (segment, _), share in self.shares.items():
-            share.victims.extend(self.state.freed.pop(segment, ()))
+        for number in {number for number, _ in self.shares}:
+            # Ranks come to the node in any order: each frees about what it needs itself.
+            ranks = [share for (segment, _), share in self.shares.items() if segment == number]
+            for i, order in enumerate(self.state.freed.pop(number, ())):
+                ranks[i % len(ranks)].victims.append(order)
         if not self.shares:
             self.state.reservations.close(self.reservation)
             return ReserveResult(0, wants, {}, None)

@@ -224,6 +224,7 @@ class Connection:
             expected = self._posted.popleft()
             self._start_time(timeout_s)
             header = self._framed.receive_header()
+            self._framed.arm(max(0.0, self._framed.until_s - time.monotonic()))
             reply = self._framed.receive_body(header)
             if header.correlation != expected:
                 raise ProtocolError(f"{self.uri} answered call {header.correlation}, not {expected}")
