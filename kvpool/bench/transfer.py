@@ -64,7 +64,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     op: str = "get"
     block_bytes: int = 1 << 20
     blocks: int | None = None
-    batch_bytes: int = 64 << 20
+    batch_bytes: int = 256 << 20
     rounds: int = 5
     threads: int = 1
     streams: int = 2

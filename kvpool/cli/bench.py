@@ -43,7 +43,7 @@ def transfer(
     op: Annotated[str, typer.Option(help="get, put, or both.")] = "get,put",
     block_bytes: Annotated[str, typer.Option(help="Sizes of a block.")] = "64KiB,1MiB,2MiB",
     blocks: Annotated[int | None, typer.Option(help="Blocks of the working set. [default: 256 MiB of them]")] = None,
-    batch: Annotated[str, typer.Option(help="Bytes that one call moves.")] = "64MiB",
+    batch: Annotated[str, typer.Option(help="Bytes that one call moves.")] = "256MiB",
     rounds: Annotated[int, typer.Option(help="Times that the working set is moved.")] = 5,
     threads: Annotated[int, typer.Option(help="Threads that call.")] = 1,
     streams: Annotated[int, typer.Option(help="Threads or connections that one call may use.")] = 2,

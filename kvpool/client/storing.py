@@ -30,8 +30,8 @@ from kvpool.transport.wire.messages import (
 if TYPE_CHECKING:
     from kvpool.client.keyspace import Keyspace
 
-STEP_BLOCKS = 256
-STEP_BYTES = 16 << 20
+STEP_BLOCKS = 1024
+STEP_BYTES = 64 << 20
 """Blocks and bytes that a store reserves and writes at a time."""
 
 CROWDED_TRIES = 5

@@ -25,7 +25,7 @@ class Streams:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._workers = ThreadPoolExecutor(count * CALLS_MAX, "kvpool-stream") if count > 1 else None
+        self._workers = ThreadPoolExecutor(count * CALLS_MAX, "kvpool-stream")
 
     def split(self, blocks: int, block_bytes: int, part: Callable[[int, int], Result]) -> list[Result]:
         """``part(first, end)`` over slices of ``range(blocks)``, in order; one slice where there is little to move."""
@@ -35,26 +35,20 @@ class Streams:
 
     def run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
         """Make all calls side by side, the first on this thread; their results in order."""
-        if len(calls) == 1 or self._workers is None:
-            return [call() for call in calls]
         others = [self._workers.submit(call) for call in calls[1:]]
         first = calls[0]()
         return [first, *(other.result() for other in others)]
 
     def window(self, calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
-        """Results of the calls, in order; the next ones are drawn from ``calls`` while up to ``count`` of them run."""
+        """Results of the calls, in order. Up to ``count`` run, while this thread draws the next one from ``calls``."""
         pending: deque[Future[Result]] = deque()
         for call in calls:
-            if self._workers is None:
-                yield call()
-                continue
-            pending.append(self._workers.submit(call))
             if len(pending) == self.count:
                 yield pending.popleft().result()
+            pending.append(self._workers.submit(call))
         while pending:
             yield pending.popleft().result()
 
     def close(self) -> None:
         """End the threads; calls that run finish."""
-        if self._workers is not None:
-            self._workers.shutdown(cancel_futures=True)
+        self._workers.shutdown(cancel_futures=True)

@@ -126,6 +126,7 @@ class DirectoryModel:
         assert self.directory.abort(write.number, hashes or None, crowded=crowded) == len(expected)
         for block_hash in expected:
             write.drop(block_hash)
+            del before[write.namespace.id, block_hash]
         evictions = Evictions(before, inspect(self.directory), set(), None, self._may_go)
         assert crowded or not evictions.evicted
         assert not evictions.evicted & self._protected(before)

@@ -18,7 +18,7 @@ from kvpool.core.directory.tombstones import MissReason
 from kvpool.core.directory.writing import Committed
 from kvpool.core.errors import CapacityError, UsageError
 from kvpool.core.keys import NO_PARENT
-from kvpool.core.limits import NAMESPACES_MAX, SEGMENTS_MAX
+from kvpool.core.limits import NAMESPACES_MAX, PAGE_BYTES, SEGMENTS_MAX
 from kvpool.core.namespace import Namespace
 
 
@@ -40,7 +40,8 @@ class Directory:
             return
         if len(state.namespaces) >= NAMESPACES_MAX:
             raise CapacityError(f"{NAMESPACES_MAX} namespaces are open, the limit; drop old ones by raising an epoch")
-        entry = NamespaceEntry(state.chains.add_namespace(), namespace)
+        slot_bytes = -(-namespace.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        entry = NamespaceEntry(state.chains.add_namespace(), namespace, slot_bytes)
         state.namespaces[namespace.id] = entry
         state.entries.append(entry)
 

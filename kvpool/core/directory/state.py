@@ -14,7 +14,6 @@ from kvpool.core.directory.table import NIL, NO_SLOT, BlockState, BlockTable
 from kvpool.core.directory.tombstones import MissReason, Tombstones
 from kvpool.core.errors import UnknownNamespaceError
 from kvpool.core.eviction import create_policy
-from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.namespace import Namespace
 
 FREED_MAX = 1024
@@ -46,11 +45,8 @@ class NamespaceEntry:
 
     number: int
     namespace: Namespace
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes a slot takes: the block, up to the next page."""
-        return -(-self.namespace.block_bytes // PAGE_BYTES) * PAGE_BYTES
+    slot_bytes: int
+    """Bytes a slot takes: the block, up to the next page."""
 
 
 class DirectoryState:
