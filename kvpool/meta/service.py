@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvpool.core.clock import Clock
 from kvpool.core.directory import (
     AnnouncedBlock,
@@ -25,6 +23,7 @@ from kvpool.core.directory import (
 )
 from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UsageError
 from kvpool.core.grants import Grant, seal
+from kvpool.core.keys import select_hashes
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
 from kvpool.core.members import Member, Members, MemberSegment, MemberState
 from kvpool.core.namespace import Namespace, parse_namespace
@@ -355,8 +354,6 @@ class MetaService:
         segment = self._directory.segment(number)
         member = self._members.get(segment.node_id)
         assert member is not None, "an open segment has a member"
-        hashes = np.frombuffer(chain, "V32")
-        indexes = np.array(share.indexes, np.int64)
         grant = Grant(
             incarnation=self.incarnation,
             session=member.session,
@@ -365,8 +362,8 @@ class MetaService:
             namespace=namespace_id,
             block_bytes=self._directory.namespace(namespace_id).block_bytes,
             ttl_ms=int(ttl_s * 1000),
-            hashes=hashes[indexes + 1].tobytes(),
-            parents=hashes[indexes].tobytes(),
+            hashes=select_hashes(chain, [index + 1 for index in share.indexes]),
+            parents=select_hashes(chain, share.indexes),
             shard=shard,
             victim_slots=pack([order.slot for order in share.victims], "<u4"),
             victim_generations=pack([order.generation for order in share.victims], "<u8"),

@@ -145,7 +145,9 @@ class HeaderFile:
         """The slots at ``pages``, described before, are committed with these payload checksums; their headers."""
         headers = self.read(pages)
         headers.records["checksum"] = checksums
-        self.write(headers, SlotState.COMMITTED)
+        self._records["checksum"][pages] = checksums
+        self._records["header_checksum"][pages] = _header_checksums(headers.records)
+        self._records["state"][pages] = SlotState.COMMITTED
         return headers
 
     def read(self, pages: Pages) -> SlotHeaders:
@@ -177,7 +179,8 @@ class HeaderFile:
     def _allocate(self, pages: Pages) -> None:
         """Have memory for the records of ``pages``."""
         touched = np.concatenate(_file_pages(pages))
-        for page in np.unique(touched[~self._allocated[touched]]).tolist():
+        holes = touched[~self._allocated[touched]]
+        for page in np.unique(holes).tolist() if len(holes) else ():
             try:
                 size_bytes = min(PAGE_BYTES, os.fstat(self._descriptor).st_size - page * PAGE_BYTES)
                 os.posix_fallocate(self._descriptor, page * PAGE_BYTES, size_bytes)
