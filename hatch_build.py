@@ -1,4 +1,4 @@
-"""Build hook: generate kvpool/v1 from proto/kvpool/v1 with the pinned protoc of grpcio-tools."""
+"""Build hook: generate kvpool/v1 from proto/kvpool/v1 with the protoc of grpcio-tools, pinned in pyproject.toml."""
 
 from pathlib import Path
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from kvpool.client.buffers import Buffers, blocks_of
-from kvpool.client.loading import load_blocks
+from kvpool.client.loading import load_blocks, miss_reason
 from kvpool.client.results import LoadResult, Match, Reservation, StoreResult, WriteResult
 from kvpool.client.storing import abort_blocks, reserve_blocks, store_blocks, write_shard
 from kvpool.core.directory import MissReason
@@ -66,8 +66,8 @@ class Keyspace:
         except UsageError:
             raise
         except KvpoolError as error:
-            reason = MissReason.NODE_DOWN if isinstance(error, UnavailableError) else MissReason.OVER_DEADLINE
-            return Match(0, reason)
+            self.client.counters.missed([miss_reason(error)])
+            return Match(0, miss_reason(error))
         return Match(reply.blocks, MissReason(reply.reason) if reply.reason else None, reply.lease)
 
     def release(self, matched: Match, *, timeout_s: float | None = None) -> None:

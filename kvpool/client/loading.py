@@ -57,14 +57,18 @@ def load_blocks(
     except UsageError:
         raise
     except KvpoolError as error:
-        reason = MissReason.OVER_DEADLINE if isinstance(error, DeadlineError) else MissReason.NODE_DOWN
-        reasons = [reason] * len(destinations)
+        reasons = [miss_reason(error)] * len(destinations)
         client.counters.missed(reasons)
         return LoadResult(0, tuple(reasons), 0)
     why = MissReason(reply.reason) if reply.reason else MissReason.COLD
     load = _Load(keyspace, packed[first * HASH_BYTES :], destinations, shard, deadline, why)
     load.read(_copies(reply), reply.count)
     return load.result()
+
+
+def miss_reason(error: KvpoolError) -> MissReason:
+    """What a failure on the data path means to the caller."""
+    return MissReason.OVER_DEADLINE if isinstance(error, DeadlineError) else MissReason.NODE_DOWN
 
 
 def _locate(keyspace: "Keyspace", packed: bytes, first: int, shard: int, deadline: Deadline) -> LocateReply:
@@ -140,9 +144,8 @@ class _Load:
             batch = self._batch(segment.segment_id, copies, blocks)
             statuses = transport.read(batch, self._deadline)
         except KvpoolError as error:
-            reason = MissReason.OVER_DEADLINE if isinstance(error, DeadlineError) else MissReason.NODE_DOWN
             for block in blocks:
-                self._reasons[block] = reason
+                self._reasons[block] = miss_reason(error)
             return
         self._take(transport, number, copies, blocks, statuses)
 

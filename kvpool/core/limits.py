@@ -15,6 +15,12 @@ RESERVE_BLOCKS_MAX = 4_096
 ANNOUNCE_BLOCKS_MAX = 16_384
 """Blocks in one part of an inventory."""
 
+SLOTS_PER_CALL_MAX = 16 * RESERVE_BLOCKS_MAX
+"""Slots in one read or write of the data plane: a whole match of small blocks in one exchange."""
+
+STREAMS_MAX = 64
+"""Threads or connections of one transfer."""
+
 SHARDS_MAX = 256
 BLOCK_BYTES_MAX = 1 << 30
 NAMESPACES_MAX = 4_096

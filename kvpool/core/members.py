@@ -28,7 +28,7 @@ class MemberSegment:
     """A segment as its node describes it."""
 
     segment_id: bytes
-    kind: str
+    medium: str
     capacity_bytes: int
 
 

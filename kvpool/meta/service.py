@@ -389,7 +389,7 @@ def _checked_id(namespace_id: bytes) -> bytes:
 
 def _node_info(member: Member) -> NodeInfo:
     segments = [
-        SegmentInfo(number, segment.segment_id, segment.kind, segment.capacity_bytes)
+        SegmentInfo(number, segment.segment_id, segment.medium, segment.capacity_bytes)
         for number, segment in zip(member.numbers, member.segments, strict=False)
     ]
     return NodeInfo(member.node_id, member.incarnation, member.state, list(member.endpoints), segments)

@@ -121,7 +121,7 @@ class Control:
                     self._apply(message.free_slots)
                 elif instruction == "ready":
                     self.ready.set()
-                    log.info("node_ready", node=self._node_id, session=self._meta_incarnation)
+                    log.info("node_ready", node=self._node_id)
         finally:
             ended.set()
             self._out.put(None)
@@ -176,7 +176,6 @@ class Control:
         return membership_pb2.Inventory(
             segment_id=self._store.segment.segment_id,
             document=document,
-            namespace=namespace_id,
             hashes=records["hash"].tobytes(),
             parents=records["parent"].tobytes(),
             shard=records["shard"].tolist(),
@@ -194,13 +193,7 @@ class Control:
     def _beat(self, interval_s: float, ended: threading.Event) -> None:
         while not ended.wait(interval_s):
             self._store.expire()
-            stats = self._store.stats()
-            heartbeat = membership_pb2.Heartbeat(
-                orders_applied=self._orders_applied,
-                segments=[self.segment()],
-                quarantined_bytes=stats.quarantined_bytes,
-                largest_free_bytes=stats.largest_free_bytes,
-            )
+            heartbeat = membership_pb2.Heartbeat(orders_applied=self._orders_applied)
             self._out.put(membership_pb2.FromNode(heartbeat=heartbeat))
 
     def segment(self) -> common_pb2.Segment:

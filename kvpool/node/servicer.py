@@ -52,7 +52,7 @@ class StoreNodeServicer(store_node_pb2_grpc.StoreNodeServicer):
         count = len(request.slot)
         if not count == len(request.generation) == len(request.checksum) or count > RESERVE_BLOCKS_MAX:
             raise ProtocolError(f"{count} slots with {len(request.generation)} generations; give one each")
-        statuses = self._store.seal(
+        statuses = self._store.commit_slots(
             request.segment_id,
             request.reservation,
             _WRITER_BIT | request.writer,

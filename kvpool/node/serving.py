@@ -8,13 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.errors import ProtocolError, UsageError
-from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, RESERVE_BLOCKS_MAX
+from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, SLOTS_PER_CALL_MAX
 from kvpool.node.store import NodeStore, Receiving
 from kvpool.transport.base import WriteStatus
 from kvpool.transport.copying import checksum
 from kvpool.transport.wire.messages import (
     AttachReply,
     AttachRequest,
+    CommitSlotsRequest,
     DiscardRequest,
     Done,
     Message,
@@ -23,7 +24,6 @@ from kvpool.transport.wire.messages import (
     PrepareRequest,
     ReadReply,
     ReadRequest,
-    SealRequest,
     Statuses,
     WriteRequest,
     unpack,
@@ -48,7 +48,7 @@ class DataSession:
             ReadRequest: self._read,
             WriteRequest: self._write,
             PrepareRequest: self._prepare,
-            SealRequest: self._seal,
+            CommitSlotsRequest: self._commit_slots,
             DiscardRequest: self._discard,
             AttachRequest: self._attach,
             Ping: self._ping,
@@ -100,7 +100,7 @@ class DataSession:
         self._store.check_segment(request.segment_id)
         arrived = self._receive(self._store.begin_receive(slots, generations, self._owner), checksums, length, payload)
         where = (request.segment_id, request.reservation, self._owner)
-        statuses = np.frombuffer(self._store.seal(*where, slots, generations, checksums), np.uint8).copy()
+        statuses = np.frombuffer(self._store.commit_slots(*where, slots, generations, checksums), np.uint8).copy()
         statuses[~arrived] = WriteStatus.BAD
         return Reply(Statuses(statuses.tobytes()))
 
@@ -126,9 +126,9 @@ class DataSession:
         slots, generations = self._store.prepare(request.grant, self._owner)
         return Reply(PrepareReply(slots.tobytes(), generations.tobytes()))
 
-    def _seal(self, request: SealRequest, payload: Payload) -> Reply:
+    def _commit_slots(self, request: CommitSlotsRequest, payload: Payload) -> Reply:
         count = len(request.slots) // 4
-        statuses = self._store.seal(
+        statuses = self._store.commit_slots(
             request.segment_id,
             request.reservation,
             self._owner,
@@ -156,8 +156,8 @@ class DataSession:
 
 def _named_slots(slots: bytes, generations: bytes) -> tuple[list[int], list[int]]:
     count = len(slots) // 4
-    if not 1 <= count <= RESERVE_BLOCKS_MAX * 16:
-        raise ProtocolError(f"{count} slots in one call; name from 1 to {RESERVE_BLOCKS_MAX * 16}")
+    if not 1 <= count <= SLOTS_PER_CALL_MAX:
+        raise ProtocolError(f"{count} slots in one call; name from 1 to {SLOTS_PER_CALL_MAX}")
     return (
         unpack("slots", slots, "<u4", count).tolist(),
         unpack("generations", generations, "<u8", count).tolist(),

@@ -151,7 +151,7 @@ class NodeStore:
                     self._counters["bad_writes"] += 1
                     self._free(slot.page, slot.generation, rest=False)
 
-    def seal(
+    def commit_slots(
         self,
         segment_id: bytes,
         reservation: int,

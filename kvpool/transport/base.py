@@ -38,7 +38,7 @@ class WriteStatus(IntEnum):
     NO_SLOT = 3
     """The node has no free extent of that length."""
     FAILED = 4
-    """The node could not be reached, or not in time; the block stays in flight until its reservation runs out."""
+    """The node could not be reached, or not in time; whether it committed the block is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,8 @@ class Transport(ABC):
     """One client's way to one node. Thread-safe; the client owns it and closes it.
 
     A transport never reports success before the checksum over the *destination* was compared, and never raises for
-    what the data path turns into a miss: a slot that is gone, bad bytes, a dead or slow peer are statuses.
+    what the data path turns into a miss: a slot that is gone, bad bytes, a dead or slow peer are statuses. After
+    `close` calls raise ClosedError.
     """
 
     name: str
@@ -122,4 +123,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release connections and mappings; calls in flight end with FAILED."""
+        """Release connections and mappings; calls in flight end with FAILED or ClosedError."""

@@ -27,7 +27,7 @@ class LocalStore(Protocol):
     def prepare(self, sealed: bytes, owner: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
         """Slots and generations for a grant."""
 
-    def seal(
+    def commit_slots(
         self,
         segment_id: bytes,
         reservation: int,
@@ -97,7 +97,9 @@ class InprocTransport(Transport):
             slots, generations = slots[ready], generations[ready]
             payload, seeds = self._store.payload(batch.segment_id), batch.seeds(generations, blocks)
             checksums = np.array(store_slots(payload, slots, batch.sources.select(blocks), seeds), np.uint64)
-            done = self._store.seal(batch.segment_id, batch.reservation, self._owner, slots, generations, checksums)
+            done = self._store.commit_slots(
+                batch.segment_id, batch.reservation, self._owner, slots, generations, checksums
+            )
         except KvpoolError:
             return bytearray([WriteStatus.FAILED]) * len(batch.sources)
         for block, status in zip(blocks, done, strict=True):

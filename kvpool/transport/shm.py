@@ -23,7 +23,7 @@ from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.populate import Populator
 from kvpool.transport.streams import Streams
 from kvpool.transport.wire.connection import Buffers
-from kvpool.transport.wire.messages import AttachReply, AttachRequest, Message, SealRequest, pack
+from kvpool.transport.wire.messages import AttachReply, AttachRequest, CommitSlotsRequest, Message, pack
 from kvpool.transport.writing import write_grants
 
 
@@ -112,7 +112,7 @@ class ShmTransport(Transport):
             seeds = batch.seeds(generations, blocks)
             checksums = store_slots(payload, slots, batch.sources.select(blocks), seeds)
             where = (slots.tobytes(), generations.tobytes(), pack(checksums, "<u8"))
-            return SealRequest(batch.segment_id, batch.reservation, *where), ()
+            return CommitSlotsRequest(batch.segment_id, batch.reservation, *where), ()
 
         return write_grants(self._connections, batches, move, deadline)
 

@@ -167,7 +167,7 @@ def test_a_writer_that_dies_between_prepare_and_commit_gives_its_slots_back(star
             from kvpool.transport import shm
 
             # The last step before the commit: everything is written, nothing is sealed.
-            shm.SealRequest = lambda *_: os._exit(0)
+            shm.CommitSlotsRequest = lambda *_: os._exit(0)
             keyspace.store(chain, list(random_blocks(np.random.default_rng(1), 16)))
         finally:
             os._exit(1)

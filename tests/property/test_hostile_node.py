@@ -76,7 +76,7 @@ class Node:
         self.framed = FramedSocket(near)
         self.prepare(owner=0)
         slots, generations = self.prepare(owner=1)
-        self.store.seal(SEGMENTS[0], RESERVED, 1, slots, generations, np.zeros(len(slots), np.uint64))
+        self.store.commit_slots(SEGMENTS[0], RESERVED, 1, slots, generations, np.zeros(len(slots), np.uint64))
 
     def prepare(self, owner: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
         grant = Grant(**SOUND)

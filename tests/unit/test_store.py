@@ -111,7 +111,7 @@ class Node:
 
     def seal(self, reservation, slots, generations, checksums=None, owner=WRITER):
         checksums = np.zeros(len(slots), np.uint64) if checksums is None else np.array(checksums, np.uint64)
-        return list(self.store.seal(SEGMENT_ID, reservation, owner, slots, generations, checksums))
+        return list(self.store.commit_slots(SEGMENT_ID, reservation, owner, slots, generations, checksums))
 
     def visible(self):
         return self.service.match(NAMESPACE.id, b"".join(CHAIN), 0, 0.0).blocks
@@ -475,7 +475,7 @@ def test_another_segment_is_none_of_this_nodes(store):
     for call in (
         lambda: store.payload(b"x" * 16),
         lambda: store.check_segment(b""),
-        lambda: store.seal(b"x" * 16, 1, WRITER, *[np.zeros(0)] * 3),
+        lambda: store.commit_slots(b"x" * 16, 1, WRITER, *[np.zeros(0)] * 3),
     ):
         with pytest.raises(UsageError, match="is not of this node; ask the directory again"):
             call()

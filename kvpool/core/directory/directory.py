@@ -21,6 +21,20 @@ from kvpool.core.keys import NO_PARENT
 from kvpool.core.limits import NAMESPACES_MAX, PAGE_BYTES, SEGMENTS_MAX
 from kvpool.core.namespace import Namespace
 
+COUNTS = (
+    "evicted_blocks",
+    "evicted_bytes",
+    "expired_blocks",
+    "lost_blocks",
+    "bad_blocks",
+    "refused_blocks",
+    "lookups",
+    "blocks_asked",
+    "blocks_matched",
+    "matches_shortened",
+)
+"""Counters that `DirectoryStats` shows."""
+
 
 class Directory:
     """Which blocks the pool holds, where, and who may write or must free what."""
@@ -248,13 +262,8 @@ class Directory:
             reservations=len(state.reservations),
             leases=len(state.leases),
             leased_bytes=state.leases.held_bytes,
-            evicted_blocks=counts["evicted_blocks"],
-            evicted_bytes=counts["evicted_bytes"],
-            expired_blocks=counts["expired_blocks"],
-            lost_blocks=counts["lost_blocks"],
-            bad_blocks=counts["bad_blocks"],
-            refused_blocks=counts["refused_blocks"],
             orders_pending=sum(len(outbox) for outbox in state.outboxes.values()),
+            **{name: counts[name] for name in COUNTS},
         )
 
     def check_integrity(self) -> None:

@@ -60,6 +60,7 @@ def lose_segment(state: DirectoryState, segment: Segment) -> int:
         if state.placements.rows.segment[placement] == segment.number and placement_is_live(state, placement):
             state.drop_placement(placement, MissReason.NODE_DOWN, order=False)
     state.placements.remove_segment(segment)
+    state.freed.pop(segment.number, None)
     del state.segments_by_id[segment.segment_id]
     state.counts["lost_blocks"] += len(placements)
     return len(placements)

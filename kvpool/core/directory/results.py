@@ -111,3 +111,7 @@ class DirectoryStats:
     bad_blocks: int
     refused_blocks: int
     orders_pending: int
+    lookups: int
+    blocks_asked: int
+    blocks_matched: int
+    matches_shortened: int

@@ -153,7 +153,7 @@ class FramedSocket:
 class Connection:
     """The calling side: requests go out, their replies come back in order, or the connection is closed.
 
-    Not thread-safe; `Pool` hands each caller its own.
+    Not thread-safe; `ConnectionPool` hands each caller its own.
 
     Args:
         uri: ``tcp://host:port`` or ``unix:///path``.

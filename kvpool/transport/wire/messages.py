@@ -90,7 +90,7 @@ class ReleaseRequest(Message, frozen=True):
 
 
 class SegmentInfo(Message, frozen=True):
-    """A segment of a node; ``number`` is its short name in Location and Grant messages."""
+    """A segment of a node; ``number`` is its short name in LocateReply and SegmentGrant."""
 
     number: int
     segment_id: bytes
@@ -127,7 +127,7 @@ class LocateRequest(Message, frozen=True):
 
 
 class LocateReply(Message, frozen=True):
-    """`Location`: arrays with one element a copy; ``blocks`` counts located blocks."""
+    """`Location`: arrays with one element a copy; ``count`` is how many blocks were located."""
 
     kind = 13
     count: int
@@ -242,7 +242,7 @@ class PrepareReply(Message, frozen=True):
 
 
 class WriteRequest(Message, frozen=True):
-    """Bytes for prepared slots, ``block_bytes`` each, in the payload. Answered by Statuses of WriteStatus.
+    """Bytes for prepared slots, in the payload: equal shares of it, in order. Answered by Statuses of WriteStatus.
 
     The node checks every checksum over the slot before it commits it.
     """
@@ -255,7 +255,7 @@ class WriteRequest(Message, frozen=True):
     checksums: bytes
 
 
-class SealRequest(Message, frozen=True):
+class CommitSlotsRequest(Message, frozen=True):
     """The writer has written these mapped slots itself: commit them. Answered by Statuses of WriteStatus."""
 
     kind = 34
