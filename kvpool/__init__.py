@@ -24,7 +24,7 @@ from kvpool.client import (
     connect,
     connect_async,
 )
-from kvpool.core.directory import MissReason
+from kvpool.core.directory import MissReason, Want
 from kvpool.core.errors import (
     CapacityError,
     ClosedError,
@@ -73,6 +73,7 @@ __all__ = [
     "UnavailableError",
     "UnknownNamespaceError",
     "UsageError",
+    "Want",
     "WriteResult",
     "__version__",
     "chain_hashes",

@@ -1,10 +1,12 @@
 """A whole pool in this process: one metadata service and its nodes, on loopback. What `kvpool up` runs."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 from kvpool.client import Client, connect
+from kvpool.client.client import DEFAULT_TRANSPORTS
 from kvpool.meta import MetaServer
 from kvpool.node import NodeServer
 from kvpool.ops.settings import MetaSettings, NodeSettings
@@ -46,9 +48,9 @@ class EmbeddedPool:
         self._running.close()
         self.nodes.clear()
 
-    def connect(self, **options: object) -> Client:
+    def connect(self, *, transports: Sequence[str] = DEFAULT_TRANSPORTS, timeout_s: float = 5.0) -> Client:
         """A client of this pool; options as for `kvpool.connect`."""
-        return connect(self.uri, **options)  # type: ignore[arg-type]
+        return connect(self.uri, transports=transports, timeout_s=timeout_s)
 
     def __enter__(self) -> Self:
         self.start()

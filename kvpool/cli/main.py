@@ -13,8 +13,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvpool.cli.output import UnhealthyError, version
+from kvpool.cli.output import UnhealthyError
 from kvpool.core.errors import KvpoolError, UnavailableError, UsageError
+from kvpool.ops.version import __version__
 
 _COMMANDS = {
     "up": "Run a whole pool in one process on loopback.",
@@ -85,7 +86,7 @@ def _root(
 ) -> None:
     """A distributed pool for the KV-cache blocks of LLM engines."""
     if show_version:
-        typer.echo(f"kvpool {version()}")
+        typer.echo(f"kvpool {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

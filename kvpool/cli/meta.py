@@ -3,9 +3,10 @@
 import os
 
 from kvpool.cli import serve, with_settings
-from kvpool.cli.output import Format, emit, version
+from kvpool.cli.output import Format, emit
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import Settings
+from kvpool.ops.version import __version__
 
 
 @with_settings(
@@ -37,6 +38,6 @@ def meta(settings: Settings, output: Format) -> None:
         if settings.meta.unix_socket is not None:
             places["unix"] = str(settings.meta.unix_socket)
         ready = {"event": "ready", "role": "meta", "pid": os.getpid(), **places}
-        emit(ready, output, f"kvpool meta {version()} ready: {', '.join(places.values())}")
+        emit(ready, output, f"kvpool meta {__version__} ready: {', '.join(places.values())}")
 
     serve(server.start, announce, server.stop)

@@ -3,10 +3,11 @@
 import os
 
 from kvpool.cli import serve, with_settings
-from kvpool.cli.output import Format, emit, version
+from kvpool.cli.output import Format, emit
 from kvpool.core.units import format_size
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import Settings
+from kvpool.ops.version import __version__
 
 
 @with_settings(
@@ -46,6 +47,6 @@ def node(settings: Settings, output: Format) -> None:
             "capacity_bytes": settings.node.size,
         }
         name, size = settings.node.node_id, format_size(settings.node.size)
-        emit(ready, output, f"kvpool node {version()} {name} ready: {size}, {ready['data']}, {ready['unix']}")
+        emit(ready, output, f"kvpool node {__version__} {name} ready: {size}, {ready['data']}, {ready['unix']}")
 
     serve(server.start, announce, server.stop, server.drain)

@@ -1,6 +1,5 @@
 """Output: decides how results reach stdout: tables and lines for people, one JSON line for programs."""
 
-import importlib.metadata
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -48,11 +47,3 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     for row in rows:
         result.add_row(*(str(cell) for cell in row))
     return result
-
-
-def version() -> str:
-    """The installed version; a source tree that was never installed has none."""
-    try:
-        return importlib.metadata.version("kvpool")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

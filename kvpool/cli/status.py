@@ -13,17 +13,19 @@ from kvpool.ops.settings import Settings
 if TYPE_CHECKING:
     from kvpool.client import PoolStatus
 
-_COLUMNS = ("node", "state", "#used", "#of", "#%", "#blocks", "endpoints")
+_COLUMNS = ("node", "state", "#used", "#of", "#%", "#blocks", "transport", "endpoints")
 
 
-@with_settings("client.pool", "client.timeout_s")
+@with_settings("client.pool", "client.timeout_s", "client.transports", "client.streams")
 def status(settings: Settings, output: Format) -> None:
     """Show the pool's nodes; exit with 3 if the pool cannot be reached, 4 if it is not healthy."""
     from kvpool import connect  # noqa: PLC0415 - after the settings are known to be good
 
     client = settings.client
-    with connect(client.pool, transports=client.transports, timeout_s=client.timeout_s) as pool:
-        pool_status = pool.status()
+    with connect(
+        client.pool, transports=client.transports, timeout_s=client.timeout_s, streams=client.streams
+    ) as pool:
+        pool_status = pool.status(reach=True)
     emit(pool_status, output, _view(pool_status))
     _check_health(pool_status)
 
@@ -37,6 +39,7 @@ def _view(pool_status: "PoolStatus") -> RenderableType:
             format_size(node.capacity_bytes),
             f"{100 * node.used_bytes / max(1, node.capacity_bytes):.1f}",
             f"{node.blocks:,}",
+            node.transport or "none",
             " ".join(node.endpoints),
         )
         for node in pool_status.nodes

@@ -4,9 +4,14 @@ import contextlib
 import os
 
 from kvpool.cli import serve, with_settings
-from kvpool.cli.output import Format, emit, version
+from kvpool.cli.output import Format, emit
 from kvpool.core.units import format_size
 from kvpool.ops.settings import Settings
+from kvpool.ops.version import __version__
+
+LOOPBACK = "127.0.0.1"
+TRANSPORTS = ("shm", "unix", "tcp")
+"""What its node offers to other processes."""
 
 
 @with_settings(
@@ -24,7 +29,8 @@ def up(settings: Settings, output: Format) -> None:
     from kvpool.embedded import EmbeddedPool  # noqa: PLC0415 - after the settings are known to be good
 
     # A pool for trying out gives its memory back; `kvpool node` is the one that keeps its blocks.
-    pool = EmbeddedPool(settings.meta, settings.node.model_copy(update={"keep_segment": False}))
+    node = settings.node.model_copy(update={"keep_segment": False, "listen": LOOPBACK, "advertise_host": None})
+    pool = EmbeddedPool(settings.meta.model_copy(update={"listen": LOOPBACK}), node)
 
     def announce() -> None:
         ready = {
@@ -33,7 +39,7 @@ def up(settings: Settings, output: Format) -> None:
             "pid": os.getpid(),
             "uri": pool.uri,
             "capacity_bytes": settings.node.size,
-            "transports": settings.client.transports,
+            "transports": TRANSPORTS,
         }
         emit(ready, output, _banner(settings, pool.uri))
 
@@ -45,8 +51,8 @@ def _banner(settings: Settings, uri: str) -> str:
     rows = {
         "pool": uri,
         "capacity": f"{format_size(settings.node.size)} in {settings.node.segment_dir}",
-        "transports": ", ".join(settings.client.transports),
+        "transports": ", ".join(TRANSPORTS),
         "in Python": f'import kvpool; pool = kvpool.connect("{uri}")',
         "to stop": "Ctrl-C",
     }
-    return "\n".join([f"kvpool {version()}", *(f"  {name:<12}{value}" for name, value in rows.items())])
+    return "\n".join([f"kvpool {__version__}", *(f"  {name:<12}{value}" for name, value in rows.items())])

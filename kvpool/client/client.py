@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -11,8 +12,8 @@ from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
 from kvpool.client.nodes import Nodes
 from kvpool.client.results import ClientStats, NodeStatus, PoolStatus, SegmentStatus
-from kvpool.core.errors import ClosedError, UsageError
-from kvpool.core.limits import DEADLINE_S_MAX
+from kvpool.core.errors import ClosedError, KvpoolError, UsageError
+from kvpool.core.limits import DEADLINE_S_MAX, STREAMS_MAX
 from kvpool.core.namespace import Namespace
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.streams import Streams
@@ -55,9 +56,23 @@ class Client:
         keyspace.open(self.deadline(timeout_s))
         return keyspace
 
-    def status(self, timeout_s: float | None = None) -> PoolStatus:
-        """The pool as its metadata service sees it; raises UnavailableError."""
-        answer = self.meta.status(self.deadline(timeout_s))
+    def status(self, timeout_s: float | None = None, *, reach: bool = False) -> PoolStatus:
+        """The pool as its metadata service sees it.
+
+        Args:
+            timeout_s: Deadline; by default the client's.
+            reach: Connect to each ready node first, so that its ``transport`` says what this client uses.
+
+        Raises:
+            UnavailableError: The service cannot be reached.
+        """
+        deadline = self.deadline(timeout_s)
+        answer = self.meta.status(deadline)
+        if reach:
+            self.meta.find(deadline)
+            for node in self.meta.topology.nodes:
+                with suppress(KvpoolError):  # then it has no transport, and that is shown
+                    self.nodes.transport(node, deadline)
         names = self.nodes.names()
         return PoolStatus(
             incarnation=answer.incarnation,
@@ -115,10 +130,10 @@ def connect(
 
     Raises:
         UnavailableError: The pool does not answer in ``timeout_s``.
-        SettingsError: An address or a transport that cannot be.
+        UsageError: An address, a transport, or a number that cannot be.
     """
-    if not 1 <= streams <= 64:
-        raise UsageError(f"streams is {streams}; use from 1 to 64")
+    if not 1 <= streams <= STREAMS_MAX:
+        raise UsageError(f"streams is {streams}; use from 1 to {STREAMS_MAX}")
     client = Client(uri, transports, timeout_s, streams, principal or f"pid:{os.getpid()}")
     try:
         client.meta.find(client.deadline(None))

@@ -180,10 +180,18 @@ class Keyspace:
         return write_shard(self, reservation, sources, shard, self.client.deadline(timeout_s))
 
     def abort(
-        self, reservation: Reservation, blocks: Sequence[int] | None = None, *, timeout_s: float | None = None
+        self,
+        reservation: Reservation,
+        blocks: Sequence[int] | None = None,
+        *,
+        crowded: bool = False,
+        timeout_s: float | None = None,
     ) -> None:
-        """Give blocks of a reservation back (indexes into its slice; by default all). Never raises UnavailableError."""
-        abort_blocks(self, reservation, blocks, self.client.deadline(timeout_s))
+        """Give blocks of a reservation back (indexes into its slice; by default all). Never raises UnavailableError.
+
+        ``crowded``, as `write` answered it, makes room on the node for another try.
+        """
+        abort_blocks(self, reservation, blocks, self.client.deadline(timeout_s), crowded=crowded)
 
     def open(self, deadline: Deadline) -> None:
         """Make the namespace known to the service; done for the caller when the service has restarted."""

@@ -63,9 +63,9 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True):
         number: The write token, 0 when nothing is wanted.
         first: Index of the slice's first block in the chain it was reserved for.
         hashes: The slice's hashes, packed.
-        wants: One `kvpool.core.directory.Want` a block.
+        wants: One `Want` a block.
         missing_from: See `StoreResult`.
-        grants: What to write where.
+        grants: What to write where; opaque to the caller.
     """
 
     number: int

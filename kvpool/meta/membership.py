@@ -25,6 +25,8 @@ from kvpool.v1 import membership_pb2, membership_pb2_grpc
 ENDPOINTS_MAX = 16
 SEGMENTS_PER_NODE_MAX = 64
 NODE_ID_CHARS_MAX = 128
+INVENTORY_POLL_S = 0.02
+"""How often a stream looks whether its node's inventory is complete; after that it waits for orders alone."""
 
 log = get_logger(__name__)
 
@@ -108,9 +110,8 @@ class _Stream:
                     yield _free_slots(self._unwanted)
                 self._service.ready(self._member)
                 yield membership_pb2.ToNode(ready=membership_pb2.Ready())
-            orders = self._service.wait_for_orders(
-                self._member, self._sent, self._service.settings.heartbeat_s if ready_told else 0.02
-            )
+            pause_s = self._service.settings.heartbeat_s if ready_told else INVENTORY_POLL_S
+            orders = self._service.wait_for_orders(self._member, self._sent, pause_s)
             if orders:
                 self._sent = orders[-1].number
                 yield _free_slots(orders)

@@ -168,10 +168,10 @@ class Control:
                 self._store.free_headers(some)
                 continue
             for start in range(0, len(some), _INVENTORY_PART):
-                part = self._inventory(namespace_id, document, some.select(slice(start, start + _INVENTORY_PART)))
+                part = self._inventory(document, some.select(slice(start, start + _INVENTORY_PART)))
                 self._out.put(membership_pb2.FromNode(inventory=part))
 
-    def _inventory(self, namespace_id: bytes, document: bytes, headers: SlotHeaders) -> membership_pb2.Inventory:
+    def _inventory(self, document: bytes, headers: SlotHeaders) -> membership_pb2.Inventory:
         records = headers.records
         return membership_pb2.Inventory(
             segment_id=self._store.segment.segment_id,

@@ -140,7 +140,7 @@ class MetaSettings(_ServerSettings):
     """Longest lease granted; longer ones are shortened to it."""
 
     lease_cap: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Fraction of the pool's capacity that leases may hold; past it a match is shortened."""
+    """Fraction of the pool's capacity that leases may hold while it is more than 95 % full; past it matches shorten."""
 
     reservation_ttl_s: Annotated[Duration, Field(le=RESERVATION_S_MAX)] = 30.0
     """Time a writer has from reserve to commit."""

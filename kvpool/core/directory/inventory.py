@@ -61,6 +61,7 @@ def lose_segment(state: DirectoryState, segment: Segment) -> int:
             state.drop_placement(placement, MissReason.NODE_DOWN, order=False)
     state.placements.remove_segment(segment)
     state.freed.pop(segment.number, None)
+    state.policy.lost(segment.number)
     del state.segments_by_id[segment.segment_id]
     state.counts["lost_blocks"] += len(placements)
     return len(placements)

@@ -27,7 +27,7 @@ class Reservation:
 
 
 class Reservations:
-    """The open reservations. An in-flight row belongs to exactly one,."""
+    """The open reservations. An in-flight row belongs to exactly one."""
 
     def __init__(self) -> None:
         self._open: dict[int, Reservation] = {}

@@ -24,5 +24,8 @@ class EvictionPolicy(Protocol):
     def changed(self, row: int) -> None:
         """Leaf ``row`` may now be evictable on its home segment, or its hold was shortened (unpinned)."""
 
+    def lost(self, segment: int) -> None:
+        """The segment is gone, and its blocks with it."""
+
     def first(self, segment: int, now_us: int) -> Candidate | None:
         """The leaf of ``segment`` to evict first, or None when all are held; the caller may evict it or not."""

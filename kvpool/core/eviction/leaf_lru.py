@@ -35,6 +35,10 @@ class LeafLru:
         if self._rank(row) is not None:
             self._push_by_use(self._queues(self._blocks.home_segment[row]), row)
 
+    def lost(self, segment: int) -> None:
+        """See `EvictionPolicy.lost`."""
+        self._segments.pop(segment, None)
+
     def first(self, segment: int, now_us: int) -> Candidate | None:
         """See `EvictionPolicy.first`."""
         queues = self._queues(segment)
