@@ -85,6 +85,10 @@ def make_namespace(pages: int = 1, shards: int = 1, model: str = "demo") -> Name
     return Namespace(model=model, block_tokens=1, block_bytes=pages * PAGE_BYTES, shards=shards)
 
 
+SHARDED = make_namespace(shards=2)
+"""Its blocks are visible when two ranks have written them."""
+
+
 class SmallPool:
     """A directory over fake segments of a few pages, one a node, and the writes that a client would do."""
 

@@ -30,10 +30,10 @@ class Client:
 
     def __init__(self, uri: str, transports: Sequence[str], timeout_s: float, streams: int, principal: str) -> None:
         self.timeout_s = check_timeout(timeout_s)
-        self.meta = MetaClient(uri, principal)
-        self.nodes = Nodes(tuple(transports), principal, streams)
-        self.counters = Counters()
-        self.streams = Streams(streams)
+        self._meta = MetaClient(uri, principal)
+        self._nodes = Nodes(tuple(transports), principal, streams)
+        self._counters = Counters()
+        self._streams = Streams(streams)
         self._closed = threading.Event()
 
     def __enter__(self) -> Self:
@@ -53,7 +53,7 @@ class Client:
             ClosedError: The client is closed.
         """
         keyspace = Keyspace(self, namespace)
-        keyspace.open(self.deadline(timeout_s))
+        keyspace._open(self._deadline(timeout_s))
         return keyspace
 
     def status(self, timeout_s: float | None = None, *, reach: bool = False) -> PoolStatus:
@@ -66,14 +66,14 @@ class Client:
         Raises:
             UnavailableError: The service cannot be reached.
         """
-        deadline = self.deadline(timeout_s)
-        answer = self.meta.status(deadline)
+        deadline = self._deadline(timeout_s)
+        answer = self._meta.status(deadline)
         if reach:
-            self.meta.find(deadline)
-            for node in self.meta.topology.nodes:
+            self._meta.find(deadline)
+            for node in self._meta.topology.nodes:
                 with suppress(KvpoolError):  # then it has no transport, and that is shown
-                    self.nodes.transport(node, deadline)
-        names = self.nodes.names()
+                    self._nodes.transport(node, deadline)
+        names = self._nodes.names()
         return PoolStatus(
             incarnation=answer.incarnation,
             version=answer.version,
@@ -84,17 +84,17 @@ class Client:
 
     def stats(self) -> ClientStats:
         """Counts since the client was made."""
-        counters = self.counters
+        counters = self._counters
         return ClientStats(
             loaded_bytes=dict(counters.loaded_bytes),
             stored_bytes=dict(counters.stored_bytes),
             misses=dict(counters.misses),
             verify_failures=counters.verify_failures,
             stores_refused=counters.stores_refused,
-            reconnects=max(0, self.meta.reconnects),
+            reconnects=max(0, self._meta.reconnects),
         )
 
-    def deadline(self, timeout_s: float | None) -> Deadline:
+    def _deadline(self, timeout_s: float | None) -> Deadline:
         """The deadline of a call made now; raises ClosedError after `close`, UsageError for an impossible one."""
         if self._closed.is_set():
             raise ClosedError("the client is closed; connect again")
@@ -103,9 +103,9 @@ class Client:
     def close(self) -> None:
         """Close all connections; calls in flight end as misses. Closing again is harmless."""
         self._closed.set()
-        self.nodes.close()
-        self.meta.close()
-        self.streams.close()
+        self._nodes.close()
+        self._meta.close()
+        self._streams.close()
 
 
 def connect(
@@ -136,7 +136,7 @@ def connect(
         raise UsageError(f"streams is {streams}; use from 1 to {STREAMS_MAX}")
     client = Client(uri, transports, timeout_s, streams, principal or f"pid:{os.getpid()}")
     try:
-        client.meta.find(client.deadline(None))
+        client._meta.find(client._deadline(None))
     except BaseException:
         client.close()
         raise

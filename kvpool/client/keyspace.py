@@ -39,7 +39,7 @@ class Keyspace:
 
     def __init__(self, client: "Client", namespace: Namespace) -> None:
         self.namespace = namespace
-        self.client = client
+        self._client = client
 
     def match(
         self, hashes: HashesLike, *, first: int = 0, lease_s: float = 0.0, timeout_s: float | None = None
@@ -60,22 +60,22 @@ class Keyspace:
         """
         packed = pack_hashes(hashes, MATCH_BLOCKS_MAX)
         lease_ms = _lease_ms(lease_s)
-        deadline = self.client.deadline(timeout_s)
+        deadline = self._client._deadline(timeout_s)
         try:
-            reply = self.call(MatchRequest(self.namespace.id, packed, first, lease_ms), MatchReply, deadline)
+            reply = self._call(MatchRequest(self.namespace.id, packed, first, lease_ms), MatchReply, deadline)
         except UsageError:
             raise
         except KvpoolError as error:
-            self.client.counters.missed([miss_reason(error)])
+            self._client._counters.missed([miss_reason(error)])
             return Match(0, miss_reason(error))
         return Match(reply.blocks, MissReason(reply.reason) if reply.reason else None, reply.lease)
 
     def release(self, matched: Match, *, timeout_s: float | None = None) -> None:
         """End the lease of a match early, once its blocks are loaded; without it the lease runs out by itself."""
-        deadline = self.client.deadline(timeout_s)
+        deadline = self._client._deadline(timeout_s)
         if matched.lease:
             with suppress(UnavailableError):
-                self.client.meta.call(ReleaseRequest(matched.lease), Done, deadline, again=False)
+                self._client._meta.call(ReleaseRequest(matched.lease), Done, deadline, again=False)
 
     def load(
         self,
@@ -104,7 +104,7 @@ class Keyspace:
         self._check_shard(shard)
         destinations = blocks_of(buffers, self.namespace.block_bytes, writable=True)
         packed = self._slice(hashes, first, len(destinations))
-        return load_blocks(self, packed, destinations, first, shard, self.client.deadline(timeout_s))
+        return load_blocks(self, packed, destinations, first, shard, self._client._deadline(timeout_s))
 
     def store(
         self,
@@ -132,7 +132,7 @@ class Keyspace:
             )
         sources = blocks_of(buffers, self.namespace.block_bytes, writable=False)
         packed = self._slice(hashes, first, len(sources))
-        return store_blocks(self, packed, sources, first, self.client.deadline(timeout_s))
+        return store_blocks(self, packed, sources, first, self._client._deadline(timeout_s))
 
     def reserve(
         self,
@@ -155,7 +155,7 @@ class Keyspace:
             UnavailableError: The pool cannot be asked in time.
         """
         packed = pack_hashes(hashes, MATCH_BLOCKS_MAX)
-        return reserve_blocks(self, packed, first, parent, self.client.deadline(timeout_s))
+        return reserve_blocks(self, packed, first, parent, self._client._deadline(timeout_s))
 
     def write(
         self,
@@ -177,7 +177,7 @@ class Keyspace:
         sources = blocks_of(buffers, self.namespace.block_bytes, writable=False)
         if len(sources) != blocks:
             raise UsageError(f"{len(sources)} buffers for a reservation of {blocks} blocks; give one each")
-        return write_shard(self, reservation, sources, shard, self.client.deadline(timeout_s))
+        return write_shard(self, reservation, sources, shard, self._client._deadline(timeout_s))
 
     def abort(
         self,
@@ -191,19 +191,19 @@ class Keyspace:
 
         ``crowded``, as `write` answered it, makes room on the node for another try.
         """
-        abort_blocks(self, reservation, blocks, self.client.deadline(timeout_s), crowded=crowded)
+        abort_blocks(self, reservation, blocks, self._client._deadline(timeout_s), crowded=crowded)
 
-    def open(self, deadline: Deadline) -> None:
+    def _open(self, deadline: Deadline) -> None:
         """Make the namespace known to the service; done for the caller when the service has restarted."""
-        self.client.meta.open_namespace(self.namespace.document, deadline)
+        self._client._meta.open_namespace(self.namespace.document, deadline)
 
-    def call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool = True) -> Reply:
+    def _call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool = True) -> Reply:
         """A hot call about this namespace, which is opened again if the service has forgotten it."""
         try:
-            return self.client.meta.call(request, reply_type, deadline, again=again)
+            return self._client._meta.call(request, reply_type, deadline, again=again)
         except UnknownNamespaceError:
-            self.open(deadline)
-            return self.client.meta.call(request, reply_type, deadline, again=again)
+            self._open(deadline)
+            return self._client._meta.call(request, reply_type, deadline, again=again)
 
     def _slice(self, hashes: HashesLike, first: int, buffers: int) -> bytes:
         packed = pack_hashes(hashes, MATCH_BLOCKS_MAX)

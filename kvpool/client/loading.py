@@ -51,14 +51,14 @@ def load_blocks(
     deadline: Deadline,
 ) -> LoadResult:
     """See `Keyspace.load`; ``packed`` ends with the last block wanted."""
-    client = keyspace.client
+    client = keyspace._client
     try:
         reply = _locate(keyspace, packed, first, shard, deadline)
     except UsageError:
         raise
     except KvpoolError as error:
         reasons = [miss_reason(error)] * len(destinations)
-        client.counters.missed(reasons)
+        client._counters.missed(reasons)
         return LoadResult(0, tuple(reasons), 0)
     why = MissReason(reply.reason) if reply.reason else MissReason.COLD
     load = _Load(keyspace, packed[first * HASH_BYTES :], destinations, shard, deadline, why)
@@ -72,9 +72,9 @@ def miss_reason(error: KvpoolError) -> MissReason:
 
 
 def _locate(keyspace: "Keyspace", packed: bytes, first: int, shard: int, deadline: Deadline) -> LocateReply:
-    meta = keyspace.client.meta
+    meta = keyspace._client._meta
     request = LocateRequest(keyspace.namespace.id, packed, first, shard, meta.topology.version)
-    reply = keyspace.call(request, LocateReply, deadline)
+    reply = keyspace._call(request, LocateReply, deadline)
     meta.learn(reply.topology)
     return reply
 
@@ -127,7 +127,7 @@ class _Load:
         reasons = self._reasons
         loaded = next((i for i, reason in enumerate(reasons) if reason is not None), len(reasons))
         if loaded < len(reasons):
-            self._keyspace.client.counters.missed(reasons)
+            self._keyspace._client._counters.missed(reasons)
         size_bytes = reasons.count(None) * self._keyspace.namespace.block_bytes
         return LoadResult(loaded, tuple(reasons), size_bytes)
 
@@ -137,10 +137,10 @@ class _Load:
             self._read_segment(number, copies if len(segments) == 1 else copies.only(copies.segment == number))
 
     def _read_segment(self, number: int, copies: _Copies) -> None:
-        client, blocks = self._keyspace.client, copies.block.tolist()
+        client, blocks = self._keyspace._client, copies.block.tolist()
         try:
-            node, segment = client.nodes.find(number, client.meta.topology)
-            transport = client.nodes.transport(node, self._deadline)
+            node, segment = client._nodes.find(number, client._meta.topology)
+            transport = client._nodes.transport(node, self._deadline)
             batch = self._batch(segment.segment_id, copies, blocks)
             statuses = transport.read(batch, self._deadline)
         except KvpoolError as error:
@@ -164,9 +164,9 @@ class _Load:
         )
 
     def _take(self, transport: Transport, number: int, copies: _Copies, blocks: list[int], statuses: bytearray) -> None:
-        client = self._keyspace.client
+        client = self._keyspace._client
         good = statuses.count(ReadStatus.OK)
-        client.counters.loaded(transport.name, good * self._keyspace.namespace.block_bytes)
+        client._counters.loaded(transport.name, good * self._keyspace.namespace.block_bytes)
         if good == len(blocks):
             for block in blocks:
                 self._reasons[block] = None
@@ -176,10 +176,10 @@ class _Load:
             self._reasons[block] = _REASONS.get(status)
             if status in (ReadStatus.GONE, ReadStatus.BAD):
                 self._report(number, block, int(copies.slot[i]), int(copies.generation[i]))
-        client.counters.unverified(statuses.count(ReadStatus.BAD))
+        client._counters.unverified(statuses.count(ReadStatus.BAD))
 
     def _report(self, segment: int, block: int, slot: int, generation: int) -> None:
         block_hash = self._hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
         request = ReportBadRequest(self._keyspace.namespace.id, block_hash, segment, slot, generation)
         with suppress(KvpoolError):  # whoever meets the block next reports it
-            self._keyspace.client.meta.call(request, Done, self._deadline, again=False)
+            self._keyspace._client._meta.call(request, Done, self._deadline, again=False)

@@ -45,10 +45,10 @@ def step_blocks(block_bytes: int) -> int:
 
 def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: bytes, deadline: Deadline) -> Reservation:
     """See `Keyspace.reserve`."""
-    meta = keyspace.client.meta
+    meta = keyspace._client._meta
     request = ReserveRequest(keyspace.namespace.id, packed, first, parent, 0, meta.topology.version)
     # Asking again could reserve twice; the first answer's places would only come back at their deadline.
-    reply = keyspace.call(request, ReserveReply, deadline, again=False)
+    reply = keyspace._call(request, ReserveReply, deadline, again=False)
     meta.learn(reply.topology)
     missing_from = None if reply.missing_from == NONE_INDEX else reply.missing_from
     return Reservation(reply.reservation, first, packed[first * HASH_BYTES :], reply.wants, missing_from, reply.grants)
@@ -67,7 +67,7 @@ def abort_blocks(
         return
     chosen = b"" if blocks is None else select_hashes(reservation.hashes, sorted(blocks))
     with suppress(UnavailableError):  # then the reservation runs out by itself
-        keyspace.client.meta.call(AbortRequest(reservation.number, chosen, crowded), Done, deadline, again=False)
+        keyspace._client._meta.call(AbortRequest(reservation.number, chosen, crowded), Done, deadline, again=False)
 
 
 def write_shard(
@@ -123,13 +123,13 @@ class _Store:
         if self._step >= len(self._sources):
             self._write(self._reserve(0), 0)
             return
-        for _ in self._keyspace.client.streams.window(self._steps()):
+        for _ in self._keyspace._client._streams.window(self._steps()):
             pass
 
     def result(self) -> StoreResult:
         """The sum of all steps."""
         refused = len(self._sources) - self._stored - self._existing - self._in_flight
-        self._keyspace.client.counters.refused(refused)
+        self._keyspace._client._counters.refused(refused)
         return StoreResult(
             stored=self._stored,
             existing=self._existing,
@@ -186,10 +186,10 @@ def _write_segment(
     deadline: Deadline,
 ) -> list[bytearray]:
     """Write the grants of one segment; ``blocks`` are their indexes into the slice."""
-    client, namespace = keyspace.client, keyspace.namespace
+    client, namespace = keyspace._client, keyspace.namespace
     try:
-        node, segment = client.nodes.find(number, client.meta.topology)
-        transport = client.nodes.transport(node, deadline)
+        node, segment = client._nodes.find(number, client._meta.topology)
+        transport = client._nodes.transport(node, deadline)
         batches = [
             WriteBatch(
                 grant=grant.grant,
@@ -207,5 +207,5 @@ def _write_segment(
     except KvpoolError:
         return [bytearray([WriteStatus.FAILED]) * len(some) for some in blocks]
     committed = sum(status.count(WriteStatus.COMMITTED) for status in statuses)
-    client.counters.stored(transport.name, committed * namespace.block_bytes)
+    client._counters.stored(transport.name, committed * namespace.block_bytes)
     return statuses

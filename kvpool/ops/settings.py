@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvpool.core.errors import SettingsError
-from kvpool.core.limits import DEADLINE_S_MAX, LEASE_S_MAX, PAGE_BYTES, RESERVATION_S_MAX
+from kvpool.core.limits import DEADLINE_S_MAX, LEASE_S_MAX, PAGE_BYTES, RESERVATION_S_MAX, STREAMS_MAX
 from kvpool.core.units import parse_duration, parse_size
 
 CONFIG_VARIABLE = "KVPOOL_CONFIG"
@@ -40,7 +40,6 @@ SOCKET_PATH_BYTES_MAX = 107
 
 TOMBSTONES_MAX = 1 << 24
 CONNECTIONS_MAX = 65_536
-STREAMS_MAX = 64
 _PREFIX = "KVPOOL_"
 _POOL_URI = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -76,14 +76,14 @@ def test_a_block_given_under_another_parent(stored, rng):
         keyspace.store([os.urandom(32), chain[2]], list(random_blocks(rng, 2)))
 
 
-def test_a_namespace_of_another_block_size_is_another_namespace(stored):
+def test_a_namespace_of_another_block_size_is_another_namespace(stored, pool):
     keyspace, chain = stored
     other = kvpool.Namespace(model=keyspace.namespace.model, block_tokens=16, block_bytes=2 * BLOCK_BYTES)
 
     (difference,) = keyspace.namespace.difference(other)
 
     assert str(difference) == f"block_bytes: {BLOCK_BYTES} != {2 * BLOCK_BYTES}"
-    assert keyspace.client.namespace(other).match(chain).blocks == 0
+    assert pool.connect().namespace(other).match(chain).blocks == 0
 
 
 @pytest.mark.parametrize("fields", [{"block_bytes": 0}, {"block_tokens": -1}, {"shards": 1000}, {"model": ""}])
