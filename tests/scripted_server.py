@@ -18,6 +18,8 @@ from kvpool.transport.wire.messages import (
     DiscardRequest,
     Done,
     Hello,
+    LocateRequest,
+    MatchRequest,
     Ping,
     ReadReply,
     ReadRequest,
@@ -55,7 +57,7 @@ class Scripted:
             case AttachRequest(segment_id=path):
                 descriptor = os.open(path, os.O_RDONLY)
                 return Reply(AttachReply(1), descriptors=[descriptor], sent=lambda: os.close(descriptor))
-            case DiscardRequest(segment_id=b"hold"):
+            case DiscardRequest(segment_id=b"hold") | MatchRequest() | LocateRequest():
                 self._hold.wait(LONG_S)
                 return Reply(Done(self.number))
             case DiscardRequest(segment_id=b"long"):
@@ -116,9 +118,3 @@ def greet(sock):
 def read_until_closed(sock):
     with suppress(ConnectionResetError):  # closed with something unread
         wait_until_closed(sock)
-
-
-def eventually(predicate):
-    """Wait until a server's thread has done what is only to be seen in a count."""
-    while not predicate():
-        threading.Event().wait(0.005)

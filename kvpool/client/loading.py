@@ -1,7 +1,11 @@
-"""Loading: locate, read from each segment by its node's transport, and tell the directory of what was not there."""
+"""Loading: locate, read from each segment by its node's transport, and tell the directory of what was not there.
+
+A long slice is loaded in steps: while the blocks of one are read, the next ones are located.
+"""
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +23,9 @@ from kvpool.transport.wire.messages import Done, LocateReply, LocateRequest, Rep
 
 if TYPE_CHECKING:
     from kvpool.client.keyspace import Keyspace
+
+STEP_BLOCKS = 512
+"""Blocks located at a time."""
 
 _REASONS = {
     ReadStatus.GONE: MissReason.EVICTED,
@@ -52,18 +59,19 @@ def load_blocks(
 ) -> LoadResult:
     """See `Keyspace.load`; ``packed`` ends with the last block wanted."""
     client = keyspace._client
-    try:
-        reply = _locate(keyspace, packed, first, shard, deadline)
-    except UsageError:
-        raise
-    except KvpoolError as error:
-        reasons = [miss_reason(error)] * len(destinations)
+    steps = [range(i, min(i + STEP_BLOCKS, len(destinations))) for i in range(0, len(destinations), STEP_BLOCKS)]
+    calls = [partial(_locate, keyspace, packed, first, step, shard, deadline) for step in steps]
+    reasons: list[MissReason | None] = []
+    for step, located in zip(steps, client._streams.ahead(calls), strict=True):
+        if isinstance(located, MissReason):
+            reasons += [located] * len(step)
+            continue
+        hashes = packed[(first + step.start) * HASH_BYTES : (first + step.stop) * HASH_BYTES]
+        reasons += _Load(keyspace, hashes, destinations.select(step), shard, deadline).read(located)
+    loaded = next((i for i, reason in enumerate(reasons) if reason is not None), len(reasons))
+    if loaded < len(reasons):
         client._counters.missed(reasons)
-        return LoadResult(0, tuple(reasons), 0)
-    why = MissReason(reply.reason) if reply.reason else MissReason.COLD
-    load = _Load(keyspace, packed[first * HASH_BYTES :], destinations, shard, deadline, why)
-    load.read(_copies(reply), reply.count)
-    return load.result()
+    return LoadResult(loaded, tuple(reasons), reasons.count(None) * keyspace.namespace.block_bytes)
 
 
 def miss_reason(error: KvpoolError) -> MissReason:
@@ -71,10 +79,19 @@ def miss_reason(error: KvpoolError) -> MissReason:
     return MissReason.OVER_DEADLINE if isinstance(error, DeadlineError) else MissReason.NODE_DOWN
 
 
-def _locate(keyspace: "Keyspace", packed: bytes, first: int, shard: int, deadline: Deadline) -> LocateReply:
+def _locate(
+    keyspace: "Keyspace", packed: bytes, first: int, step: range, shard: int, deadline: Deadline
+) -> LocateReply | MissReason:
+    """Where the blocks of ``step`` lie, or why nobody can say; raises UsageError."""
     meta = keyspace._client._meta
-    request = LocateRequest(keyspace.namespace.id, packed, first, shard, meta.topology.version)
-    reply = keyspace._call(request, LocateReply, deadline)
+    upto = packed[: (first + step.stop) * HASH_BYTES]
+    request = LocateRequest(keyspace.namespace.id, upto, first + step.start, shard, meta.topology.version)
+    try:
+        reply = keyspace._call(request, LocateReply, deadline)
+    except UsageError:
+        raise
+    except KvpoolError as error:
+        return miss_reason(error)
     meta.learn(reply.topology)
     return reply
 
@@ -91,29 +108,25 @@ def _copies(reply: LocateReply) -> _Copies:
 
 
 class _Load:
-    """One load: reads copies until every block has its bytes or no copy is left."""
+    """One step of a load: reads copies until every block has its bytes or no copy is left."""
 
     def __init__(
-        self,
-        keyspace: "Keyspace",
-        hashes: bytes,
-        destinations: Blocks,
-        shard: int,
-        deadline: Deadline,
-        why: MissReason,
+        self, keyspace: "Keyspace", hashes: bytes, destinations: Blocks, shard: int, deadline: Deadline
     ) -> None:
         self._keyspace = keyspace
         self._hashes = hashes
         self._destinations = destinations
         self._shard = shard
         self._deadline = deadline
-        self._reasons: list[MissReason | None] = [why] * len(destinations)
+        self._reasons: list[MissReason | None] = []
 
-    def read(self, copies: _Copies, blocks: int) -> None:
-        """Read each block from its first copy; what fails is tried on the next one."""
-        if len(copies.block) == blocks:
+    def read(self, reply: LocateReply) -> list[MissReason | None]:
+        """Read each block from its first copy, and what fails from the next one; why each was not loaded, or None."""
+        copies = _copies(reply)
+        self._reasons = [MissReason(reply.reason or MissReason.COLD)] * len(self._destinations)
+        if len(copies.block) == reply.count:
             self._read_each(copies)  # one copy each: the usual case
-            return
+            return self._reasons
         while len(copies.block):
             _, first_of = np.unique(copies.block, return_index=True)
             chosen = np.zeros(len(copies.block), np.bool_)
@@ -121,15 +134,7 @@ class _Load:
             self._read_each(copies.only(chosen))
             rest = copies.only(~chosen)
             copies = rest.only(np.array([self._reasons[b] is not None for b in rest.block.tolist()], np.bool_))
-
-    def result(self) -> LoadResult:
-        """What came of it."""
-        reasons = self._reasons
-        loaded = next((i for i, reason in enumerate(reasons) if reason is not None), len(reasons))
-        if loaded < len(reasons):
-            self._keyspace._client._counters.missed(reasons)
-        size_bytes = reasons.count(None) * self._keyspace.namespace.block_bytes
-        return LoadResult(loaded, tuple(reasons), size_bytes)
+        return self._reasons
 
     def _read_each(self, copies: _Copies) -> None:
         segments = set(copies.segment.tolist())

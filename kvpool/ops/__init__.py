@@ -1,1 +1,1 @@
-"""What every process of the pool needs to be operated: settings and logs."""
+"""What every process of the pool needs to be operated: settings, logs, and what its gRPC servers share."""

@@ -39,6 +39,17 @@ class Streams:
         first = calls[0]()
         return [first, *(other.result() for other in others)]
 
+    def ahead(self, calls: Sequence[Callable[[], Result]]) -> Iterator[Result]:
+        """Results of the calls, in order; each is made while the caller works on the result before it."""
+        if len(calls) == 1:
+            yield calls[0]()
+            return
+        following = self._workers.submit(calls[0])
+        for call in calls[1:]:
+            current, following = following, self._workers.submit(call)
+            yield current.result()
+        yield following.result()
+
     def window(self, calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
         """Results of the calls, in order. Up to ``count`` run, while this thread draws the next one from ``calls``."""
         pending: deque[Future[Result]] = deque()

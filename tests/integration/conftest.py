@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,9 @@ import pytest
 
 import kvpool
 from kvpool.bench.process import RoleProcess
+from kvpool.embedded import EmbeddedPool
+from kvpool.ops.settings import MetaSettings, NodeSettings
+from tests.integration.places import Place
 
 BLOCK_BYTES = 64 << 10
 
@@ -59,6 +63,9 @@ class Pool:
 
     def kill(self, process: RoleProcess) -> None:
         self.signal(process, signal.SIGKILL)
+        self.stop(process)
+
+    def stop(self, process: RoleProcess) -> None:
         process.stop()
 
     def connect(self, transport: str = "shm", **options: object) -> kvpool.Client:
@@ -94,6 +101,33 @@ def pool(long_lived_pool: Pool) -> Iterator[Pool]:
     """A pool of one node that tests share: they use namespaces of their own and break nothing."""
     with ExitStack() as stack:
         yield replace(long_lived_pool, stack=stack)
+
+
+@pytest.fixture
+def embedded(tmp_path: Path) -> Iterator[EmbeddedPool]:
+    """A pool of one node in this process."""
+    node = NodeSettings(
+        node_id="e0",
+        size="4MiB",
+        data_port=0,
+        grpc_port=0,
+        segment_dir=tmp_path,
+        unix_socket=tmp_path / "e0.sock",
+        keep_segment=False,
+    )
+    with EmbeddedPool(MetaSettings(grpc_port=0, framed_port=0, reflection=True), node) as pool:
+        yield pool
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    """Where one command runs; what it leaves running is killed."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as segments:
+        place = Place(Path(segments))
+        yield place
+        for process in place.processes():
+            process.kill()
 
 
 @pytest.fixture(scope="session")

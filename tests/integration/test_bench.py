@@ -1,20 +1,15 @@
 """`kvpool bench` as users run it, at tiny sizes: the rows that it promises, and nothing left behind."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import tempfile
-import uuid
-from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.integration.places import Place
+
 COMMAND = [sys.executable, "-m", "kvpool.cli.main", "bench"]
-MARK = "BENCH_TEST_MARK"
-"""Environment variable by which every process of one test is found, whoever its parent is by now."""
 
 TRANSFER_KEYS = [
     "bench",
@@ -35,37 +30,6 @@ TRANSFER_KEYS = [
 ]
 LOOKUP_KEYS = ["bench", "size", "p50_ms", "p99_ms", "keys_per_s", "via"]
 TINY = ["--blocks", "8", "--rounds", "2"]
-
-
-class Place:
-    """An environment for one benchmark: its processes carry a mark, its segments lie in a folder of their own."""
-
-    def __init__(self, segments: Path) -> None:
-        self.segments = segments
-        self.environ = os.environ | {MARK: uuid.uuid4().hex, "KVPOOL_NODE__SEGMENT_DIR": str(segments)}
-
-    def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
-
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(MARK) == self.environ[MARK]
-        except psutil.Error:
-            return False
-
-    def assert_clean(self) -> None:
-        assert self.processes() == []
-        assert list(self.segments.iterdir()) == []
-
-
-@pytest.fixture
-def place():
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as segments:
-        place = Place(Path(segments))
-        yield place
-        for process in place.processes():
-            process.kill()
 
 
 def run(place: Place, *arguments: str) -> subprocess.CompletedProcess[str]:

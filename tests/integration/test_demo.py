@@ -1,55 +1,19 @@
 """`kvpool demo` as users run it: real processes, a small workload, and nothing left behind."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import tempfile
-import uuid
-from pathlib import Path
 
 import psutil
 import pytest
 
 from kvpool.bench.process import RoleProcess
 from kvpool.core.errors import UnavailableError
+from tests.integration.places import Place
 
 COMMAND = [sys.executable, "-m", "kvpool.cli.main", "demo", "--format", "json"]
 SMALL = ["--conversations", "8", "--turns", "4", "--block-bytes", "4KiB"]
-MARK = "DEMO_TEST_MARK"
-"""Environment variable by which every process of one test is found, whoever its parent is by now."""
-
-
-class Place:
-    """An environment for one demo: its processes carry a mark, its segments lie in a folder of their own."""
-
-    def __init__(self, segments: Path) -> None:
-        self.segments = segments
-        self.environ = os.environ | {MARK: uuid.uuid4().hex, "KVPOOL_NODE__SEGMENT_DIR": str(segments)}
-
-    def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
-
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(MARK) == self.environ[MARK]
-        except psutil.Error:
-            return False
-
-    def assert_clean(self) -> None:
-        assert self.processes() == []
-        assert list(self.segments.iterdir()) == []
-
-
-@pytest.fixture
-def place():
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as segments:
-        place = Place(Path(segments))
-        yield place
-        for process in place.processes():
-            process.kill()
 
 
 def run(place: Place, *options: str) -> subprocess.CompletedProcess[str]:

@@ -2,27 +2,13 @@
 
 import os
 import signal
-import threading
 
 import numpy as np
 import pytest
 
 import kvpool
-from tests.integration.conftest import blank, open_blocks, random_blocks, random_chain
-
-
-def eventually(check, seconds=20.0):
-    """Poll a condition of another process, which no event of this one tells about."""
-    deadline = threading.Event()
-    timer = threading.Timer(seconds, deadline.set)
-    timer.start()
-    try:
-        while not check():
-            assert not deadline.is_set(), "the condition did not come true"
-            deadline.wait(0.02)
-    finally:
-        timer.cancel()
-        timer.join()
+from tests.integration.conftest import Pool, blank, open_blocks, random_blocks, random_chain
+from tests.waiting import eventually
 
 
 @pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
@@ -41,27 +27,15 @@ def test_a_killed_node_turns_into_misses(start_pool, rng, transport):
     assert (refused.stored, refused.refused) == (0, 2)
 
 
-def test_blocks_survive_a_node_that_is_killed_and_started_again(start_pool, rng):
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("end", [Pool.kill, Pool.stop], ids=["killed", "stopped"])
+def test_blocks_survive_a_restart_of_their_node(start_pool, rng, transport, end):
     pool = start_pool(nodes=1)
     chain, blocks, loaded = random_chain(16), random_blocks(rng, 16), blank(16)
-    keyspace = open_blocks(pool.connect())
+    keyspace = open_blocks(pool.connect(transport))
     keyspace.store(chain, list(blocks))
 
-    pool.kill(pool.nodes["n0"])
-    pool.start_node("n0")
-
-    eventually(lambda: keyspace.match(chain).blocks == 16)
-    assert keyspace.load(chain, list(loaded)).loaded == 16
-    np.testing.assert_array_equal(blocks, loaded)
-
-
-def test_blocks_survive_an_orderly_restart_of_their_node(start_pool, rng):
-    pool = start_pool(nodes=1)
-    chain, blocks, loaded = random_chain(16), random_blocks(rng, 16), blank(16)
-    keyspace = open_blocks(pool.connect("tcp"))
-    keyspace.store(chain, list(blocks))
-
-    pool.nodes["n0"].stop()
+    end(pool, pool.nodes["n0"])
     pool.start_node("n0")
 
     eventually(lambda: keyspace.match(chain).blocks == 16)
@@ -85,7 +59,7 @@ def test_the_pool_is_rebuilt_from_its_nodes_when_the_metadata_service_restarts(s
     eventually(lambda: keyspace.store(random_chain(1), list(random_blocks(rng, 1))).stored == 1)
 
 
-def test_a_frozen_metadata_service_costs_a_call_no_more_than_its_deadline(start_pool, rng):
+def test_a_frozen_metadata_service_is_a_miss_over_the_deadline(start_pool, rng):
     pool = start_pool(nodes=1)
     chain = random_chain(2)
     keyspace = open_blocks(pool.connect())
@@ -97,12 +71,12 @@ def test_a_frozen_metadata_service_costs_a_call_no_more_than_its_deadline(start_
     finally:
         pool.signal(pool.meta, signal.SIGCONT)
 
-    assert frozen.blocks == 0
+    assert frozen == kvpool.Match(0, kvpool.MissReason.OVER_DEADLINE)
     eventually(lambda: keyspace.match(chain).blocks == 2)
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_a_frozen_node_costs_a_load_no_more_than_its_deadline(start_pool, rng, transport):
+def test_a_frozen_node_is_a_miss_by_the_deadline(start_pool, rng, transport):
     pool = start_pool(nodes=1)
     chain, blocks, loaded = random_chain(2), random_blocks(rng, 2), blank(2)
     keyspace = open_blocks(pool.connect(transport))

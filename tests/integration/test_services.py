@@ -8,9 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import kvpool
-from kvpool.embedded import EmbeddedPool
 from kvpool.ops.grpc_server import raised_by
-from kvpool.ops.settings import MetaSettings, NodeSettings
 from kvpool.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -22,21 +20,6 @@ from kvpool.v1 import (
 from tests.integration.conftest import BLOCK_BYTES, random_chain
 
 NAMESPACE = kvpool.Namespace(model="grpc", block_tokens=16, block_bytes=BLOCK_BYTES)
-
-
-@pytest.fixture
-def embedded(tmp_path):
-    node = NodeSettings(
-        node_id="e0",
-        size="4MiB",
-        data_port=0,
-        grpc_port=0,
-        segment_dir=tmp_path,
-        unix_socket=tmp_path / "e0.sock",
-        keep_segment=False,
-    )
-    with EmbeddedPool(MetaSettings(grpc_port=0, framed_port=0, reflection=True), node) as pool:
-        yield pool
 
 
 @pytest.fixture

@@ -55,6 +55,19 @@ def test_a_block_in_flight_goes_whole_when_one_of_its_shards_is_lost():
     assert [len(segment.held) for segment in pool.segments] == [0, 0]
 
 
+def test_orders_that_wait_for_a_grant_go_with_their_segment():
+    pool = SmallPool(10)
+    pool.store(chain(1, 2))
+    (segment,) = pool.segments
+    _, slot = pool.slot_of(chain(1, 2)[1])
+    pool.directory.report_bad(segment.segment_id, pool.namespace.id, slot.hash, slot.slot, slot.generation)
+    assert list(pool.directory._state.freed) == [segment.number]
+
+    pool.directory.lose_segment(segment.segment_id)
+
+    assert pool.directory._state.freed == {}
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_an_inventory_brings_chains_back_in_any_order(order):
     pool = SmallPool(10)

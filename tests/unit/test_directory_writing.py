@@ -3,7 +3,7 @@
 import pytest
 from fake_node import SHARDED, SmallPool, chain
 
-from kvpool.core.directory import CommitStatus, Want
+from kvpool.core.directory import CommitStatus, MissReason, Want
 from kvpool.core.limits import PAGE_BYTES
 
 COMMITTED, STALE = CommitStatus.COMMITTED, CommitStatus.STALE

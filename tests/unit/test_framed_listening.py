@@ -7,7 +7,8 @@ import stat
 
 import pytest
 from framed_peer import LONG_S
-from scripted_server import Server, eventually, greet, on_tcp, raw, read_until_closed, running
+from scripted_server import Server, greet, on_tcp, raw, read_until_closed, running
+from waiting import eventually
 
 from kvpool.core.errors import CapacityError
 from kvpool.transport.wire.connection import Connection, split_address

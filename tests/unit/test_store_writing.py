@@ -14,11 +14,10 @@ from kvpool.core.grants import open_grant, seal
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.transport.base import WriteStatus
 
-
 # Writing
 
 
-def test_a_block_is_visible_once_its_bytes_are_sealed(node, store):
+def test_a_block_is_visible_once_its_bytes_are_committed(node, store):
     reservation, grant = node.reserve(blocks=2)
     slots, generations = store.prepare(grant, WRITER)
     assert node.visible() == 0
@@ -46,7 +45,7 @@ def test_victims_of_a_grant_are_freed_first(node, store):
     assert node.visible() == 3
 
 
-def test_a_grant_that_finds_no_room_gets_no_slot_and_seals_as_such(node, store):
+def test_a_grant_that_finds_no_room_gets_no_slot_and_commits_as_such(node, store):
     reservation, grant = node.reserve(blocks=4)
     store.prepare(grant, OTHER)
 
@@ -60,7 +59,7 @@ def test_a_grant_that_finds_no_room_gets_no_slot_and_seals_as_such(node, store):
 @pytest.mark.parametrize(
     "change", [{"owner": OTHER}, {"reservation": 999}, {"generation": 999}, {"slot": 1}, {"slot": NO_SLOT - 1}], ids=str
 )
-def test_only_what_the_writer_was_given_can_be_sealed(node, store, change):
+def test_only_what_the_writer_was_given_can_be_committed(node, store, change):
     reservation, grant = node.reserve()
     slots, generations = store.prepare(grant, WRITER)
     named = {"slot": slots[0], "generation": generations[0], "owner": WRITER, "reservation": reservation} | change
@@ -72,7 +71,7 @@ def test_only_what_the_writer_was_given_can_be_sealed(node, store, change):
     assert node.commit_slots(reservation, slots, generations) == [COMMITTED]
 
 
-def test_a_slot_is_sealed_once(node, store):
+def test_a_slot_is_committed_once(node, store):
     reservation, grant = node.reserve()
     slots, generations = store.prepare(grant, WRITER)
     twice = np.repeat(slots, 2), np.repeat(generations, 2)

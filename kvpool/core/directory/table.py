@@ -19,7 +19,7 @@ NO_SLOT = 0xFFFF_FFFF
 
 
 class BlockState(IntEnum):
-    """States of a block entry (architecture, section 5)."""
+    """States of a block entry (docs/design/directory.md)."""
 
     FREE = 0
     IN_FLIGHT = 1
