@@ -22,7 +22,7 @@ from kvpool.bench.process import RoleProcess
 from kvpool.bench.workload import Workload
 from kvpool.core.errors import UsageError
 from kvpool.core.limits import PAGE_BYTES
-from kvpool.ops.settings import load_settings
+from kvpool.ops.sources import load_settings
 
 ENGINES_MAX = 64
 NODES_MAX = 16

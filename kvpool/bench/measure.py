@@ -19,7 +19,7 @@ import numpy as np
 
 from kvpool.bench.process import RoleProcess
 from kvpool.core.errors import UnavailableError, UsageError
-from kvpool.ops.settings import load_settings
+from kvpool.ops.sources import load_settings
 
 GB = 1e9
 

@@ -12,7 +12,8 @@ import typer
 from kvpool.cli.output import Format, FormatOption
 from kvpool.core.units import format_size
 from kvpool.ops.logging import configure
-from kvpool.ops.settings import Settings, field_of, flag_name, load_settings
+from kvpool.ops.settings import Settings
+from kvpool.ops.sources import field_of, flag_name, load_settings
 
 ConfigOption = Annotated[
     Path | None,

@@ -9,7 +9,8 @@ import typer
 from kvpool.cli import ConfigOption
 from kvpool.cli.output import Format, FormatOption, emit, table
 from kvpool.core.units import format_size
-from kvpool.ops.settings import Setting, Settings, effective, load_settings
+from kvpool.ops.settings import Settings
+from kvpool.ops.sources import Setting, effective, load_settings
 
 config = typer.Typer(help="Show, check and document the settings.")
 

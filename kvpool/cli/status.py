@@ -22,9 +22,7 @@ def status(settings: Settings, output: Format) -> None:
     from kvpool import connect  # noqa: PLC0415 - after the settings are known to be good
 
     client = settings.client
-    with connect(
-        client.pool, transports=client.transports, timeout_s=client.timeout_s, streams=client.streams
-    ) as pool:
+    with connect(client.pool, transports=client.transports, timeout_s=client.timeout_s, streams=client.streams) as pool:
         pool_status = pool.status(reach=True)
     emit(pool_status, output, _view(pool_status))
     _check_health(pool_status)

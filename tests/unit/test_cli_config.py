@@ -14,7 +14,7 @@ from kvpool.cli import with_settings
 from kvpool.cli.main import build_app, exit_code, main
 from kvpool.cli.output import Format, UnhealthyError, emit, table
 from kvpool.core.errors import CapacityError, ClosedError, DeadlineError, ProtocolError, SettingsError
-from kvpool.ops.settings import effective, known_keys, load_settings
+from kvpool.ops.sources import effective, known_keys, load_settings
 
 
 @pytest.fixture(autouse=True)

@@ -11,17 +11,8 @@ from pydantic import ValidationError
 
 from kvpool.core.errors import SettingsError
 from kvpool.ops import logging, settings
-from kvpool.ops.settings import (
-    LogSettings,
-    MetaSettings,
-    NodeSettings,
-    Settings,
-    effective,
-    flag_name,
-    known_keys,
-    load_settings,
-    variable_name,
-)
+from kvpool.ops.settings import LogSettings, MetaSettings, NodeSettings, Settings
+from kvpool.ops.sources import effective, flag_name, known_keys, load_settings, variable_name
 
 DEFAULT_FILE = Path(settings.__file__).with_name("default.yaml")
 COMPUTED_KEYS = {"node.node_id", "node.unix_socket"}
