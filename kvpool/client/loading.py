@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvpool.client.results import LoadResult
 from kvpool.core.directory import MissReason
 from kvpool.core.errors import DeadlineError, KvpoolError, UsageError
-from kvpool.core.keys import select_hashes
+from kvpool.core.keys import hash_at, select_hashes
 from kvpool.core.limits import HASH_BYTES
 from kvpool.transport import ReadBatch, ReadStatus, Transport
 from kvpool.transport.blocks import Blocks
@@ -184,7 +184,7 @@ class _Load:
         client._counters.unverified(statuses.count(ReadStatus.BAD))
 
     def _report(self, segment: int, block: int, slot: int, generation: int) -> None:
-        block_hash = self._hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
+        block_hash = hash_at(self._hashes, block)
         request = ReportBadRequest(self._keyspace.namespace.id, block_hash, segment, slot, generation)
         with suppress(KvpoolError):  # whoever meets the block next reports it
             self._keyspace._client._meta.call(request, Done, self._deadline, again=False)

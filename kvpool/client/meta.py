@@ -10,7 +10,7 @@ from kvpool.client.breaker import Breaker
 from kvpool.core.errors import KvpoolError, SettingsError, UnavailableError
 from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
 from kvpool.transport.deadline import Deadline
-from kvpool.transport.pool import ConnectionPool
+from kvpool.transport.pool import ConnectionPool, first_reachable
 from kvpool.transport.wire.connection import split_address
 from kvpool.transport.wire.messages import Message, NodeInfo, SegmentInfo, Topology
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
@@ -111,16 +111,9 @@ class MetaClient:
             )
         except grpc.RpcError as error:
             raise self._failure(error) from error
-        failure: KvpoolError = UnavailableError(f"{self.uri} names no framed address")
-        for uri in answer.framed:
-            pool = ConnectionPool(uri, self._principal, answer.incarnation)
-            try:
-                with pool.connection(deadline.left_s()):
-                    self.topology = _topology(answer.topology)
-                    return pool
-            except KvpoolError as error:
-                failure = error
-        raise failure
+        pool = first_reachable(answer.framed, self._principal, answer.incarnation, deadline)
+        self.topology = _topology(answer.topology)
+        return pool
 
     def _forget_pool(self) -> None:
         with self._lock:

@@ -53,12 +53,17 @@ def split_hashes(packed: bytes) -> list[bytes]:
     return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
 
 
+def hash_at(packed: bytes, block: int) -> bytes:
+    """The hash of one block."""
+    return packed[block * HASH_BYTES : (block + 1) * HASH_BYTES]
+
+
 def select_hashes(packed: bytes, blocks: Sequence[int]) -> bytes:
     """The hashes of some blocks (indexes, ascending), packed; a plain slice where they follow one another."""
     first, last = blocks[0], blocks[-1]
     if last - first + 1 == len(blocks):
         return packed[first * HASH_BYTES : (last + 1) * HASH_BYTES]
-    return b"".join(packed[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in blocks)
+    return b"".join(hash_at(packed, block) for block in blocks)
 
 
 def chain_hashes(tokens: Sequence[int], block_tokens: int, parent: bytes = NO_PARENT) -> list[bytes]:

@@ -23,7 +23,7 @@ from kvpool.core.directory import (
 )
 from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UsageError
 from kvpool.core.grants import Grant, seal
-from kvpool.core.keys import select_hashes
+from kvpool.core.keys import hash_at, select_hashes
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
 from kvpool.core.members import Member, Members, MemberSegment, MemberState
 from kvpool.core.namespace import Namespace, parse_namespace
@@ -120,7 +120,7 @@ class MetaService:
         ttl_s = min(ttl_s or self.settings.reservation_ttl_s, RESERVATION_S_MAX)
         with self._lock:
             result = self._directory.reserve(namespace_id, hashes, first, parent, owner=owner, ttl_s=ttl_s)
-            above = parent if not first else hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES]
+            above = parent if not first else hash_at(hashes, first - 1)
             chain = (above or bytes(HASH_BYTES)) + hashes[first * HASH_BYTES :]
             step = _grant_blocks(self._directory.namespace(namespace_id).block_bytes)
             grants = [

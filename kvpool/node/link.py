@@ -11,7 +11,8 @@ from kvpool.node.headers import SlotHeaders
 from kvpool.node.store import NodeSession
 from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
 from kvpool.ops.logging import get_logger
-from kvpool.transport.pool import ConnectionPool
+from kvpool.transport.deadline import Deadline
+from kvpool.transport.pool import ConnectionPool, first_reachable
 from kvpool.transport.wire.messages import AbortRequest, CommitRequest, Done, Statuses, pack, unpack
 from kvpool.v1 import directory_pb2, directory_pb2_grpc
 
@@ -42,7 +43,7 @@ class MetaLink:
             answer = self._directory.GetPool(directory_pb2.GetPoolRequest(), timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
             raise raised_by(error) from error
-        pool = _first_reachable(list(answer.framed), self._principal, session.meta_incarnation)
+        pool = first_reachable(answer.framed, self._principal, session.meta_incarnation, Deadline(CALL_TIMEOUT_S))
         with self._lock:
             old, self._pool, self._session = self._pool, pool, session
         if old is not None:
@@ -96,15 +97,3 @@ class MetaLink:
             if self._pool is None or self._session is None:
                 raise UnavailableError("the node has not joined the metadata service")
             return self._pool, self._session
-
-
-def _first_reachable(uris: list[str], principal: str, incarnation: int) -> ConnectionPool:
-    failure: KvpoolError = UnavailableError("the metadata service names no framed address")
-    for uri in uris:
-        pool = ConnectionPool(uri, principal, incarnation)
-        try:
-            with pool.connection(CALL_TIMEOUT_S):
-                return pool
-        except KvpoolError as error:
-            failure = error
-    raise failure

@@ -1,10 +1,11 @@
 """Connections kept open between calls, one lent to each caller at a time."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvpool.core.errors import ClosedError, UnavailableError
+from kvpool.core.errors import ClosedError, KvpoolError, UnavailableError
+from kvpool.transport.deadline import Deadline
 from kvpool.transport.wire.connection import Connection
 
 IDLE_MAX = 16
@@ -70,3 +71,16 @@ class ConnectionPool:
                 self._idle.append(connection)
                 return
         connection.close()
+
+
+def first_reachable(uris: Sequence[str], principal: str, incarnation: int, deadline: Deadline) -> ConnectionPool:
+    """Connections to the first of ``uris`` at which the process ``incarnation`` answers; raises KvpoolError if none."""
+    failure: KvpoolError = UnavailableError("the service names no address of its framed protocol")
+    for uri in uris:
+        pool = ConnectionPool(uri, principal, incarnation)
+        try:
+            with pool.connection(deadline.left_s()):
+                return pool
+        except KvpoolError as error:
+            failure = error
+    raise failure

@@ -142,7 +142,6 @@ def inventories(draw) -> membership_pb2.Inventory:
     return membership_pb2.Inventory(
         segment_id=draw(st.sampled_from((*SEGMENTS, b"", b"x" * 16))),
         document=draw(st.sampled_from((NAMESPACE.document, SMALL.document, UNKNOWN.document, b"", b"{}"))),
-        namespace=draw(st.binary(max_size=32)),
         hashes=draw(columns(count, chains).map(b"".join) | st.binary(max_size=70) | st.sampled_from(TOO_MANY)),
         parents=parents + draw(st.sampled_from((b"", b"", b"", b"?"))),
         shard=draw(columns(count, numbers_32)),

@@ -12,8 +12,8 @@ from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, BlockState
 from kvpool.core.directory.tombstones import MissReason
 from kvpool.core.errors import InvalidHashError
-from kvpool.core.keys import count_hashes
-from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX
+from kvpool.core.keys import count_hashes, hash_at
+from kvpool.core.limits import MATCH_BLOCKS_MAX
 
 NUMPY_ROWS_MIN = 24
 """Fewer values are gathered faster one by one."""
@@ -71,7 +71,7 @@ def visible_prefix(state: DirectoryState, index: Index, hashes: bytes, blocks: i
     low, step = 0, 1
     while low < blocks:
         probe = min(low + step, blocks) - 1
-        row = index.get(hashes[probe * HASH_BYTES : (probe + 1) * HASH_BYTES], NIL)
+        row = index.get(hash_at(hashes, probe), NIL)
         if row == NIL or states[row] != BlockState.VISIBLE:
             break
         low, step = probe + 1, step * 2
@@ -80,7 +80,7 @@ def visible_prefix(state: DirectoryState, index: Index, hashes: bytes, blocks: i
     high = probe
     while low < high:
         middle = (low + high) // 2
-        row = index.get(hashes[middle * HASH_BYTES : (middle + 1) * HASH_BYTES], NIL)
+        row = index.get(hash_at(hashes, middle), NIL)
         if row == NIL or states[row] != BlockState.VISIBLE:
             high = middle
         else:
@@ -114,7 +114,7 @@ def _check_first(hashes: bytes, first: int) -> int:
 
 def _touch(state: DirectoryState, index: Index, hashes: bytes, matched: int) -> int:
     """Use the deepest matched block; its row."""
-    row = index[_hash_at(hashes, matched - 1)]
+    row = index[hash_at(hashes, matched - 1)]
     state.blocks.last_use_us[row] = state.now_us()
     return row
 
@@ -122,7 +122,7 @@ def _touch(state: DirectoryState, index: Index, hashes: bytes, matched: int) -> 
 def _reason(
     state: DirectoryState, entry: NamespaceEntry, hashes: bytes, matched: int, blocks: int
 ) -> MissReason | None:
-    return None if matched == blocks else explain(state, entry, _hash_at(hashes, matched))
+    return None if matched == blocks else explain(state, entry, hash_at(hashes, matched))
 
 
 def _within_cap(
@@ -134,7 +134,7 @@ def _within_cap(
         return matched
     state.leases.expire(state.now_us())
     spare_bytes = int(state.config.lease_cap * capacity_bytes) - state.leases.held_bytes
-    charged_bytes = state.leases.charge(index[_hash_at(hashes, matched - 1)])
+    charged_bytes = state.leases.charge(index[hash_at(hashes, matched - 1)])
     if (matched - first) * _block_bytes(entry) <= spare_bytes + charged_bytes:
         return matched
     # A shorter match leases another block: what this one is charged already stays charged.
@@ -146,10 +146,6 @@ def _within_cap(
 
 def _block_bytes(entry: NamespaceEntry) -> int:
     return entry.slot_bytes * entry.namespace.shards
-
-
-def _hash_at(hashes: bytes, block: int) -> bytes:
-    return hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
 
 
 def _gather(
@@ -187,7 +183,7 @@ def _visible_rows(state: DirectoryState, index: Index, hashes: bytes, first: int
     states = state.blocks.state
     found: list[int] = []
     for block in range(first, end):
-        row = index.get(hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES], NIL)
+        row = index.get(hash_at(hashes, block), NIL)
         if row == NIL or states[row] != BlockState.VISIBLE:
             break
         found.append(row)

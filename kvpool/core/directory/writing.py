@@ -9,7 +9,7 @@ from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
 from kvpool.core.directory.tombstones import MissReason
 from kvpool.core.errors import InvalidHashError, NamespaceMismatchError
-from kvpool.core.keys import count_hashes, split_hashes
+from kvpool.core.keys import count_hashes, hash_at, split_hashes
 from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX, RESERVE_BLOCKS_MAX
 
 HOLE_FACTOR = 3
@@ -42,7 +42,7 @@ def reserve(
     chain = split_hashes(hashes[first * HASH_BYTES :])
     if len(set(chain)) != len(chain):
         raise InvalidHashError("a hash stands twice in the chain; each block has its own")
-    above = hashes[(first - 1) * HASH_BYTES : first * HASH_BYTES] if first else parent
+    above = hash_at(hashes, first - 1) if first else parent
     if state.chains.would_loop(entry.number, chain, above):
         raise NamespaceMismatchError("the chain's parent is stored below the chain: give the hashes from their root")
     return _Writer(state, entry, index, owner, ttl_s).reserve(chain, above, first)
@@ -234,6 +234,6 @@ def _missing_ancestor(state: DirectoryState, index: Index, hashes: bytes, first:
     if not first:
         return None
     for block in range(visible_prefix(state, index, hashes, first), first):
-        if hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES] not in index:
+        if hash_at(hashes, block) not in index:
             return block
     return None
