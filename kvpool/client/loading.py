@@ -31,6 +31,7 @@ _REASONS = {
     ReadStatus.GONE: MissReason.EVICTED,
     ReadStatus.BAD: MissReason.VERIFY_FAILED,
     ReadStatus.FAILED: MissReason.NODE_DOWN,
+    ReadStatus.LATE: MissReason.OVER_DEADLINE,
 }
 
 

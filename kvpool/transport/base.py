@@ -24,7 +24,9 @@ class ReadStatus(IntEnum):
     BAD = 2
     """The bytes that arrived are not the block's; the destination holds garbage."""
     FAILED = 3
-    """The node could not be reached, or not in time; the destination may hold garbage."""
+    """The node could not be reached; the destination may hold garbage."""
+    LATE = 4
+    """The deadline came first; the destination may hold garbage."""
 
 
 class WriteStatus(IntEnum):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError
+from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, ProtocolError
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
 from kvpool.transport.copying import GROUP_BYTES, checksum, checksums_side_by_side
 from kvpool.transport.deadline import Deadline
@@ -62,6 +62,8 @@ class TcpTransport(Transport):
                     _read_on(connection, batch, seeds, blocks, statuses, start, deadline)
         except ClosedError:
             raise
+        except DeadlineError:
+            return statuses.replace(bytes([ReadStatus.FAILED]), bytes([ReadStatus.LATE]))
         except (KvpoolError, OSError):
             pass  # what had arrived is verified; the rest stays FAILED
         return statuses

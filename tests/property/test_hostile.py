@@ -166,7 +166,7 @@ hellos = st.builds(
     endpoints=st.lists(st.text(max_size=5), max_size=17),
     segments=st.lists(segments, max_size=3),
 )
-heartbeats = st.builds(membership_pb2.Heartbeat, orders_applied=numbers_64, segments=st.lists(segments, max_size=1))
+heartbeats = st.builds(membership_pb2.Heartbeat, orders_applied=numbers_64)
 events = st.one_of(
     inventories().map(lambda part: membership_pb2.FromNode(inventory=part)),
     hellos.map(lambda hello: membership_pb2.FromNode(hello=hello)),
