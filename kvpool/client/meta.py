@@ -1,21 +1,29 @@
 """The client's way to the metadata service: gRPC to find it, the framed protocol for the hot calls."""
 
-import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import grpc
 
 from kvpool.client.breaker import Breaker
-from kvpool.core.errors import KvpoolError, SettingsError, UnavailableError
+from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, SettingsError, UnavailableError
 from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
 from kvpool.transport.deadline import Deadline
+from kvpool.transport.once import OpenOnce
 from kvpool.transport.pool import ConnectionPool, first_reachable
 from kvpool.transport.wire.connection import split_address
 from kvpool.transport.wire.messages import Message, NodeInfo, SegmentInfo, Topology
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
 
 Reply = TypeVar("Reply", bound=Message)
+Answer = TypeVar("Answer")
+
+PATIENCE_S = 0.2
+"""Calls with shorter deadlines do not count against the service when they run out."""
+
+_FRAMED = "framed"
 
 
 class MetaClient:
@@ -40,24 +48,17 @@ class MetaClient:
         self._directory = directory_pb2_grpc.DirectoryStub(self._channel)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
         self._breaker = Breaker(time.monotonic)
-        self._lock = threading.Lock()
-        self._pool: ConnectionPool | None = None
+        self._pools: OpenOnce[str, ConnectionPool] = OpenOnce("the client", ConnectionPool.close)
         self.topology = Topology(0, [])
 
     def open_namespace(self, document: bytes, deadline: Deadline) -> bytes:
         """Make a namespace known to the service; raises InvalidNamespaceError, UnavailableError."""
         request = directory_pb2.OpenNamespaceRequest(document=document)
-        try:
-            return self._directory.OpenNamespace(request, timeout=deadline.left_s()).namespace
-        except grpc.RpcError as error:
-            raise self._failure(error) from error
+        return self._ask(self._directory.OpenNamespace, request, deadline).namespace
 
     def status(self, deadline: Deadline) -> admin_pb2.GetStatusResponse:
         """What the service says of the pool; raises UnavailableError."""
-        try:
-            return self._admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=deadline.left_s())
-        except grpc.RpcError as error:
-            raise self._failure(error) from error
+        return self._ask(self._admin.GetStatus, admin_pb2.GetStatusRequest(), deadline)
 
     def call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool) -> Reply:
         """A hot call; ``again`` allows one more try on a new connection.
@@ -70,9 +71,11 @@ class MetaClient:
             raise UnavailableError(f"{self.uri} did not answer lately; it is tried again within a second")
         try:
             reply = self._call_once(request, reply_type, deadline)
-        except UnavailableError:
-            self._breaker.failed()
-            self._forget_pool()
+        except UnavailableError as error:
+            # A caller in a hurry says nothing of the service: others share the breaker.
+            if not isinstance(error, DeadlineError) or deadline.timeout_s >= PATIENCE_S:
+                self._breaker.failed()
+                self._pools.drop(_FRAMED)
             if not again:
                 raise
             reply = self._call_once(request, reply_type, deadline)
@@ -81,14 +84,7 @@ class MetaClient:
 
     def find(self, deadline: Deadline) -> ConnectionPool:
         """Connections to the framed protocol; asks gRPC where it is when there are none."""
-        pool = self._pool
-        if pool is not None:
-            return pool
-        with self._lock:
-            if self._pool is None:
-                self._pool = self._find(deadline)
-                self.reconnects += 1
-            return self._pool
+        return self._pools.get(_FRAMED, partial(self._find, deadline), deadline)
 
     def learn(self, topology: Topology | None) -> None:
         """Keep the nodes that came with an answer."""
@@ -97,7 +93,7 @@ class MetaClient:
 
     def close(self) -> None:
         """Close all connections."""
-        self._forget_pool()
+        self._pools.close()
         self._channel.close()
 
     def _call_once(self, request: Message, reply_type: type[Reply], deadline: Deadline) -> Reply:
@@ -105,21 +101,20 @@ class MetaClient:
             return connection.call(request, reply_type, deadline.left_s())
 
     def _find(self, deadline: Deadline) -> ConnectionPool:
-        try:
-            answer = self._directory.GetPool(
-                directory_pb2.GetPoolRequest(principal=self._principal), timeout=deadline.left_s()
-            )
-        except grpc.RpcError as error:
-            raise self._failure(error) from error
+        answer = self._ask(self._directory.GetPool, directory_pb2.GetPoolRequest(principal=self._principal), deadline)
         pool = first_reachable(answer.framed, self._principal, answer.incarnation, deadline)
         self.topology = _topology(answer.topology)
+        self.reconnects += 1
         return pool
 
-    def _forget_pool(self) -> None:
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+    def _ask(self, method: Callable[..., Answer], request: object, deadline: Deadline) -> Answer:
+        """A gRPC call; raises what it stands for."""
+        try:
+            return method(request, timeout=deadline.left_s())
+        except grpc.RpcError as error:
+            raise self._failure(error) from error
+        except ValueError as error:  # what gRPC says of a closed channel
+            raise ClosedError("the client is closed; connect again") from error
 
     def _failure(self, error: grpc.RpcError) -> KvpoolError:
         raised = raised_by(error)

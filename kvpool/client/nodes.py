@@ -1,13 +1,16 @@
 """The client's transports: one way to each node, the best that works, opened when first needed."""
 
 import logging
-import threading
 import time
+from functools import partial
+from operator import methodcaller
 
 from kvpool.client.breaker import Breaker
-from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
+from kvpool.core.members import MemberState
 from kvpool.transport import SCHEMES, Transport, open_transport, scheme_of
 from kvpool.transport.deadline import Deadline
+from kvpool.transport.once import OpenOnce
 from kvpool.transport.wire.messages import NodeInfo, SegmentInfo, Topology
 
 CONNECT_TIMEOUT_S = 1.0
@@ -30,8 +33,7 @@ class Nodes:
         self._schemes = schemes
         self._principal = principal
         self._streams = streams
-        self._lock = threading.Lock()
-        self._transports: dict[int, Transport] = {}
+        self._transports: OpenOnce[int, Transport] = OpenOnce("the client", methodcaller("close"))
         self._breakers: dict[int, Breaker] = {}
         self._segments: dict[int, tuple[NodeInfo, SegmentInfo]] = {}
         self._version = 0
@@ -51,22 +53,7 @@ class Nodes:
         Raises:
             UnavailableError: None of its endpoints can be reached with the schemes allowed.
         """
-        transport = self._transports.get(node.incarnation)
-        if transport is not None:
-            return transport
-        breaker = self._breakers.setdefault(node.incarnation, Breaker(time.monotonic, failures_max=1))
-        if not breaker.allows():
-            raise UnavailableError(f"node {node.node_id} could not be reached lately")
-        with self._lock:
-            transport = self._transports.get(node.incarnation)
-            if transport is None:
-                try:
-                    transport = self._open(node, deadline)
-                except KvpoolError:
-                    breaker.failed()
-                    raise
-                self._transports[node.incarnation] = transport
-        return transport
+        return self._transports.get(node.incarnation, partial(self._try, node, deadline), deadline)
 
     def names(self) -> dict[int, str]:
         """Name of the transport in use, by node incarnation."""
@@ -74,19 +61,27 @@ class Nodes:
 
     def close(self) -> None:
         """Close all transports."""
-        with self._lock:
-            transports, self._transports = list(self._transports.values()), {}
-        for transport in transports:
-            transport.close()
+        self._transports.close()
 
     def _update(self, topology: Topology) -> None:
-        alive = {node.incarnation for node in topology.nodes if node.state != "lost"}
-        with self._lock:
-            self._segments = {s.number: (node, s) for node in topology.nodes for s in node.segments}
-            self._version = topology.version
-            dead = [self._transports.pop(i) for i in list(self._transports) if i not in alive]
-        for transport in dead:
-            transport.close()
+        alive = {node.incarnation for node in topology.nodes if node.state != MemberState.LOST}
+        self._segments = {s.number: (node, s) for node in topology.nodes for s in node.segments}
+        self._version = topology.version
+        for incarnation in self.names():
+            if incarnation not in alive:
+                self._transports.drop(incarnation)
+
+    def _try(self, node: NodeInfo, deadline: Deadline) -> Transport:
+        breaker = self._breakers.setdefault(node.incarnation, Breaker(time.monotonic, failures_max=1))
+        if not breaker.allows():
+            raise UnavailableError(f"node {node.node_id} could not be reached lately")
+        try:
+            return self._open(node, deadline)
+        except DeadlineError:
+            raise  # this caller's time was short: that says nothing of the node
+        except KvpoolError:
+            breaker.failed()
+            raise
 
     def _open(self, node: NodeInfo, deadline: Deadline) -> Transport:
         offered = [uri for uri in node.endpoints if uri.partition("://")[0] in SCHEMES]

@@ -9,6 +9,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
 from kvpool.transport.blocks import Bytes
 from kvpool.transport.copying import fits, load_slots, store_slots
 from kvpool.transport.deadline import Deadline
+from kvpool.transport.once import OpenOnce
 from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.populate import Populator
 from kvpool.transport.streams import Streams
@@ -35,6 +37,7 @@ class _Mapping:
         self._write_descriptor = write_descriptor
         self._lock = threading.Lock()
         self._writable: Bytes | None = None
+        self._closed = False
         try:
             self.readable: Bytes = np.frombuffer(mmap.mmap(read_descriptor, size_bytes, prot=mmap.PROT_READ), np.uint8)
         except (OSError, ValueError) as error:
@@ -47,6 +50,8 @@ class _Mapping:
     def writable(self) -> Bytes:
         """The segment, to write prepared slots only."""
         with self._lock:
+            if self._closed:
+                raise ClosedError("the transport was closed")
             if self._writable is None:
                 self._writable = np.frombuffer(mmap.mmap(self._write_descriptor, self.size_bytes), np.uint8)
                 self._populators.append(Populator(self._writable, writable=True))
@@ -54,10 +59,12 @@ class _Mapping:
 
     def close(self) -> None:
         """Drop the mappings; memory goes when the last view of a running copy does."""
+        with self._lock:
+            self._closed = True
+            os.close(self._write_descriptor)
+            self._writable = None
         for populator in self._populators:
             populator.stop()
-        os.close(self._write_descriptor)
-        self._writable = None
 
 
 def read_mapped(payload: Bytes, batch: ReadBatch, streams: Streams) -> bytearray:
@@ -85,8 +92,7 @@ class ShmTransport(Transport):
         path = uri.partition("://")[2]
         self._connections = ConnectionPool(f"unix://{path}", principal, incarnation)
         self._streams = Streams(streams)
-        self._mappings: dict[bytes, _Mapping] = {}
-        self._lock = threading.Lock()
+        self._mappings: OpenOnce[bytes, _Mapping] = OpenOnce("the transport", _Mapping.close)
         with self._connections.connection(timeout_s):
             pass  # the node is on this host and answers
 
@@ -120,19 +126,10 @@ class ShmTransport(Transport):
         """See `Transport.close`."""
         self._connections.close()
         self._streams.close()
-        with self._lock:
-            for mapping in self._mappings.values():
-                mapping.close()
-            self._mappings.clear()
+        self._mappings.close()
 
     def _mapping(self, segment_id: bytes, deadline: Deadline) -> _Mapping:
-        mapping = self._mappings.get(segment_id)
-        if mapping is None:
-            with self._lock:
-                mapping = self._mappings.get(segment_id)
-                if mapping is None:
-                    mapping = self._mappings[segment_id] = self._attach(segment_id, deadline)
-        return mapping
+        return self._mappings.get(segment_id, partial(self._attach, segment_id, deadline), deadline)
 
     def _attach(self, segment_id: bytes, deadline: Deadline) -> _Mapping:
         with self._connections.connection(deadline.left_s()) as connection:
