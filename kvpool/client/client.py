@@ -35,6 +35,7 @@ class Client:
         self._counters = Counters()
         self._streams = Streams(streams)
         self._closed = threading.Event()
+        self._process = os.getpid()
 
     def __enter__(self) -> Self:
         return self
@@ -98,10 +99,14 @@ class Client:
         """The deadline of a call made now; raises ClosedError after `close`, UsageError for an impossible one."""
         if self._closed.is_set():
             raise ClosedError("the client is closed; connect again")
+        if os.getpid() != self._process:
+            raise UsageError(
+                "the client was made before fork(); its threads and sockets are the parent's: connect anew"
+            )
         return Deadline(self.timeout_s if timeout_s is None else check_timeout(timeout_s))
 
     def close(self) -> None:
-        """Close all connections; calls in flight end as misses. Closing again is harmless."""
+        """Close all connections; calls in flight end as misses or with ClosedError."""
         self._closed.set()
         self._nodes.close()
         self._meta.close()
@@ -132,8 +137,10 @@ def connect(
         UnavailableError: The pool does not answer in ``timeout_s``.
         UsageError: An address, a transport, or a number that cannot be.
     """
-    if not 1 <= streams <= STREAMS_MAX:
-        raise UsageError(f"streams is {streams}; use from 1 to {STREAMS_MAX}")
+    if not isinstance(streams, int) or not 1 <= streams <= STREAMS_MAX:
+        raise UsageError(f"streams is {streams!r}; use from 1 to {STREAMS_MAX}")
+    if isinstance(transports, str) or not transports:
+        raise UsageError(f"transports is {transports!r}; give a list, e.g. ['shm', 'tcp']")
     client = Client(uri, transports, timeout_s, streams, principal or f"pid:{os.getpid()}")
     try:
         client._meta.find(client._deadline(None))
@@ -145,8 +152,8 @@ def connect(
 
 def check_timeout(timeout_s: float) -> float:
     """``timeout_s``, if it can be a deadline; raises UsageError."""
-    if not 0 < timeout_s <= DEADLINE_S_MAX:
-        raise UsageError(f"timeout_s is {timeout_s}; it must be above 0 and at most {DEADLINE_S_MAX:g}")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= DEADLINE_S_MAX:
+        raise UsageError(f"timeout_s is {timeout_s!r}; it must be above 0 and at most {DEADLINE_S_MAX:g}")
     return timeout_s
 
 

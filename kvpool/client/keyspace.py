@@ -59,6 +59,7 @@ class Keyspace:
             UsageError: Hashes, lease or time-out that cannot be.
         """
         packed = pack_hashes(hashes, MATCH_BLOCKS_MAX)
+        _check_first(first, packed)
         lease_ms = _lease_ms(lease_s)
         deadline = self._client._deadline(timeout_s)
         try:
@@ -155,6 +156,9 @@ class Keyspace:
             UnavailableError: The pool cannot be asked in time.
         """
         packed = pack_hashes(hashes, MATCH_BLOCKS_MAX)
+        _check_first(first, packed)
+        if not isinstance(parent, bytes) or len(parent) not in (0, HASH_BYTES):
+            raise InvalidHashError(f"parent is {parent!r}; give a hash of {HASH_BYTES} bytes, or none")
         return reserve_blocks(self, packed, first, parent, self._client._deadline(timeout_s))
 
     def write(
@@ -173,6 +177,8 @@ class Keyspace:
             UsageError: Buffers, shard or time-out that cannot be.
         """
         self._check_shard(shard)
+        if reservation.namespace != self.namespace.id:
+            raise NamespaceMismatchError("the reservation is for another namespace; write it there")
         blocks = len(reservation.hashes) // HASH_BYTES
         sources = blocks_of(buffers, self.namespace.block_bytes, writable=False)
         if len(sources) != blocks:
@@ -210,16 +216,23 @@ class Keyspace:
         blocks = len(packed) // HASH_BYTES
         if not buffers:
             raise UsageError("no buffers given; a call moves at least one block")
-        if first < 0 or first + buffers > blocks:
+        _check_first(first, packed)
+        if first + buffers > blocks:
             raise InvalidHashError(f"first={first} and {buffers} buffers reach beyond the {blocks} hashes given")
         return packed[: (first + buffers) * HASH_BYTES]
 
     def _check_shard(self, shard: int) -> None:
-        if not 0 <= shard < self.namespace.shards:
-            raise NamespaceMismatchError(f"shard {shard} is not one of the namespace's {self.namespace.shards}")
+        if not isinstance(shard, int) or not 0 <= shard < self.namespace.shards:
+            raise NamespaceMismatchError(f"shard {shard!r} is not one of the namespace's {self.namespace.shards}")
+
+
+def _check_first(first: int, packed: bytes) -> None:
+    blocks = len(packed) // HASH_BYTES
+    if not isinstance(first, int) or not 0 <= first < blocks:
+        raise InvalidHashError(f"first is {first!r}; it must be an index into the {blocks} hashes")
 
 
 def _lease_ms(lease_s: float) -> int:
-    if not 0 <= lease_s <= LEASE_S_MAX:
-        raise UsageError(f"lease_s is {lease_s}; it must be from 0 to {LEASE_S_MAX:g}")
+    if not isinstance(lease_s, int | float) or not 0 <= lease_s <= LEASE_S_MAX:
+        raise UsageError(f"lease_s is {lease_s!r}; it must be from 0 to {LEASE_S_MAX:g}")
     return int(lease_s * 1000)

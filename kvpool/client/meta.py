@@ -38,7 +38,7 @@ class MetaClient:
     """
 
     def __init__(self, uri: str, principal: str) -> None:
-        if not uri.startswith("grpc://"):
+        if not isinstance(uri, str) or not uri.startswith("grpc://"):
             raise SettingsError(f"pool {uri!r} is not an address; write grpc://HOST:PORT, e.g. grpc://127.0.0.1:7300")
         self.uri = uri
         self.reconnects = -1

@@ -60,6 +60,7 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True):
     """Places for blocks, to be written by one rank each; plain data, so that it can be sent to the ranks.
 
     Attributes:
+        namespace: Id of the namespace it is for.
         number: The write token, 0 when nothing is wanted.
         first: Index of the slice's first block in the chain it was reserved for.
         hashes: The slice's hashes, packed.
@@ -68,6 +69,7 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True):
         grants: What to write where; opaque to the caller.
     """
 
+    namespace: bytes
     number: int
     first: int
     hashes: bytes

@@ -51,7 +51,15 @@ def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: byte
     reply = keyspace._call(request, ReserveReply, deadline, again=False)
     meta.learn(reply.topology)
     missing_from = None if reply.missing_from == NONE_INDEX else reply.missing_from
-    return Reservation(reply.reservation, first, packed[first * HASH_BYTES :], reply.wants, missing_from, reply.grants)
+    return Reservation(
+        keyspace.namespace.id,
+        reply.reservation,
+        first,
+        packed[first * HASH_BYTES :],
+        reply.wants,
+        missing_from,
+        reply.grants,
+    )
 
 
 def abort_blocks(
@@ -63,7 +71,7 @@ def abort_blocks(
     crowded: bool = False,
 ) -> None:
     """See `Keyspace.abort`."""
-    if not reservation.number:
+    if not reservation.number or (blocks is not None and not blocks):
         return
     chosen = b"" if blocks is None else select_hashes(reservation.hashes, sorted(blocks))
     with suppress(UnavailableError):  # then the reservation runs out by itself

@@ -26,7 +26,12 @@ def pack_hashes(hashes: HashesLike, blocks_max: int) -> bytes:
     if isinstance(hashes, bytes | bytearray | memoryview):
         packed = bytes(hashes)
     else:
-        items = list(hashes)
+        try:
+            items = list(hashes)
+        except TypeError as error:
+            raise InvalidHashError(
+                f"hashes is {type(hashes).__name__}; give packed bytes, or 32-byte strings"
+            ) from error
         for i, item in enumerate(items):
             if not isinstance(item, bytes) or len(item) != HASH_BYTES:
                 shown = f"{len(item)} bytes" if isinstance(item, bytes) else type(item).__name__

@@ -5,6 +5,7 @@ A slot is an extent of pages named by its first page. Its generation comes from 
 served read pins it stays until the last unpin, and one whose writer may still be alive rests in quarantine.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -33,6 +34,7 @@ class Slot:
         generation: Unique within the segment's life.
         reservation: The write token it was opened for.
         owner: The writer: a connection's number. Only it may commit or abort.
+        bound: Whether the owner's end will be told (`drop_owner`): until then its abandoned writes stay in quarantine.
         until_s: Writing: when the reservation runs out. Quarantined: when the pages may be used again.
         pins: Served reads, and received writes, that touch its bytes now.
         doomed: Free it at the last unpin.
@@ -44,6 +46,7 @@ class Slot:
     generation: int
     reservation: int
     owner: int
+    bound: bool
     until_s: float
     state: SlotState = SlotState.WRITING
     pins: int = 0
@@ -67,6 +70,7 @@ class Slots:
         self._slots: dict[int, Slot] = {}
         self._by_owner: dict[int, set[int]] = {}
         self._quarantined: set[int] = set()
+        self._abandoned: dict[int, set[int]] = {}
         self.next_generation = first_generation
         self.quarantined_bytes = 0
 
@@ -86,7 +90,9 @@ class Slots:
         """The longest block that still fits."""
         return self._slab.largest_free * PAGE_BYTES
 
-    def prepare(self, length: int, count: int, owner: int, ttl_s: float, reservation: int = 0) -> list[Slot]:
+    def prepare(
+        self, length: int, count: int, owner: int, ttl_s: float, reservation: int = 0, *, bound: bool = True
+    ) -> list[Slot]:
         """Writing slots for up to ``count`` blocks of ``length`` bytes: as many as find a free extent."""
         pages = -(-length // PAGE_BYTES)
         starts = self._slab.allocate_run(pages, count)
@@ -95,7 +101,8 @@ class Slots:
         until_s, generation = self._clock() + ttl_s, self.next_generation
         self.next_generation += len(starts)
         slots = [
-            Slot(page, pages, length, generation + i, reservation, owner, until_s) for i, page in enumerate(starts)
+            Slot(page, pages, length, generation + i, reservation, owner, bound, until_s)
+            for i, page in enumerate(starts)
         ]
         self._slots.update(zip(starts, slots, strict=True))
         self._by_owner.setdefault(owner, set()).update(starts)
@@ -109,7 +116,7 @@ class Slots:
         pages = -(-length // PAGE_BYTES)
         if not self._slab.take(page, pages):
             return None
-        slot = Slot(page, pages, length, generation, 0, 0, 0.0, SlotState.COMMITTED)
+        slot = Slot(page, pages, length, generation, 0, 0, bound=False, until_s=0.0, state=SlotState.COMMITTED)
         self._slots[page] = slot
         self.next_generation = max(self.next_generation, generation + 1)
         if not committed:
@@ -170,6 +177,8 @@ class Slots:
         dropped = [self._slots[page] for page in self._by_owner.pop(owner, ())]
         for slot in dropped:
             self._release(slot)
+        for page in self._abandoned.pop(owner, ()):
+            self._release(self._slots[page])
         return dropped
 
     def expire(self) -> list[Slot]:
@@ -214,8 +223,12 @@ class Slots:
                 del self._by_owner[slot.owner]
 
     def _quarantine(self, slot: Slot) -> None:
-        slot.state = SlotState.QUARANTINED
         slot.until_s = self._clock() + self._quarantine_s
+        if slot.state == SlotState.WRITING and slot.bound:
+            # Its writer may only be paused, with the slot still mapped: nobody may have these pages while it lives.
+            slot.until_s = math.inf
+            self._abandoned.setdefault(slot.owner, set()).add(slot.page)
+        slot.state = SlotState.QUARANTINED
         self._quarantined.add(slot.page)
         self.quarantined_bytes += slot.pages * PAGE_BYTES
 

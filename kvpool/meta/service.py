@@ -178,6 +178,8 @@ class MetaService:
         """
         with self._lock:
             previous = self._members.get(node_id)
+            if previous is not None and previous.state != MemberState.LOST and previous.incarnation != incarnation:
+                raise UsageError(f"a live node is called {node_id!r}; give this one another --node-id")
             if previous is not None:
                 self._drop_segments(previous)
             member = self._members.join(node_id, incarnation, endpoints, segments)

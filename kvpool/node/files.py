@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES, SEGMENT_ID_BYTES
-from kvpool.node.headers import HeaderFile, stored_segment_id
-from kvpool.node.segment.shm import HugePages, ShmSegment
+from kvpool.node.headers import HeaderFile, header_file_bytes, stored_segment_id
+from kvpool.node.segment.shm import HugePages, ShmSegment, check_room
 from kvpool.ops.logging import get_logger
 
 log = get_logger(__name__)
@@ -27,6 +27,8 @@ class SegmentFiles:
         self.payload = directory / f"kvpool-{node_id}.payload"
         self.headers = directory / f"kvpool-{node_id}.headers"
         self.namespaces = directory / f"kvpool-{node_id}.namespaces"
+        self.fresh = False
+        """Whether `open` began with an empty segment."""
         self._lock_path = directory / f"kvpool-{node_id}.lock"
         try:
             self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -49,13 +51,16 @@ class SegmentFiles:
         pages = size_bytes // PAGE_BYTES
         segment_id = stored_segment_id(self.headers, pages)
         same_payload = self.payload.exists() and self.payload.stat().st_size == pages * PAGE_BYTES
+        self.fresh = segment_id is None or not same_payload
         with ExitStack() as undo:
-            if segment_id is None or not same_payload:
+            if self.fresh:
+                # Before anything is removed: a size that cannot be must not cost the blocks that are there.
+                check_room(self.payload, size_bytes + header_file_bytes(pages))
                 if self.payload.exists():
                     log.info("segment_replaced", path=str(self.payload), reason="another size or no headers")
                 self.remove()
                 undo.callback(self.remove)
-                segment_id = os.urandom(SEGMENT_ID_BYTES)
+            segment_id = segment_id if segment_id is not None and not self.fresh else os.urandom(SEGMENT_ID_BYTES)
             segment = ShmSegment(self.payload, segment_id, size_bytes, hugepages)
             undo.callback(segment.close)
             headers = HeaderFile(self.headers, segment_id, pages)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import SlotState
+from kvpool.core.units import format_size
 
 MAGIC = b"KVPOOLHD"
 VERSION = 1
@@ -73,9 +74,14 @@ class SlotHeaders:
         return list(zip(self.pages.tolist(), self.records["generation"].tolist(), strict=True))
 
 
+def header_file_bytes(pages: int) -> int:
+    """Size of the header file for ``pages`` pages of payload."""
+    return _PROLOGUE.size + pages * RECORD_BYTES
+
+
 def stored_segment_id(path: Path, pages: int) -> bytes | None:
     """The segment id in a header file for ``pages`` pages; None when there is no such file."""
-    if not path.exists() or path.stat().st_size != _PROLOGUE.size + pages * RECORD_BYTES:
+    if not path.exists() or path.stat().st_size != header_file_bytes(pages):
         return None
     with path.open("rb") as file:
         magic, version, record_bytes, stored_pages, segment_id, _ = _PROLOGUE.unpack(file.read(_PROLOGUE.size))
@@ -98,19 +104,16 @@ class HeaderFile:
     def __init__(self, path: Path, segment_id: bytes, pages: int) -> None:
         self.pages = pages
         self._segment_id = segment_id
-        size_bytes = _PROLOGUE.size + pages * RECORD_BYTES
+        size_bytes = header_file_bytes(pages)
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise CapacityError(f"cannot keep headers in {path}: {error}; choose another segment_dir") from error
         try:
             fresh = os.fstat(self._descriptor).st_size == 0
-            if fresh:
-                os.ftruncate(self._descriptor, size_bytes)
-            elif os.fstat(self._descriptor).st_size != size_bytes:
+            if not fresh and os.fstat(self._descriptor).st_size != size_bytes:
                 raise CapacityError(f"{path} belongs to a segment of another size; remove it to start empty")
-            self._allocated = _data_pages(self._descriptor, size_bytes)
-            self._allocate(np.zeros(1, np.uint32))
+            _allocate(self._descriptor, path, size_bytes)
             self._map = mmap.mmap(self._descriptor, size_bytes)
             self.next_generation = 1 if fresh else self._read_prologue(path)
         except BaseException:
@@ -129,12 +132,7 @@ class HeaderFile:
         _PROLOGUE.pack_into(self._map, 0, *prologue)
 
     def write(self, headers: SlotHeaders, state: SlotState) -> None:
-        """Describe slots; states and checksums are filled in here.
-
-        Raises:
-            CapacityError: No memory is left for the records; nothing was written.
-        """
-        self._allocate(headers.pages)
+        """Describe slots; states and checksums are filled in here."""
         records = headers.records.copy()
         records["header_checksum"] = _header_checksums(records)
         records["state"] = 0
@@ -160,9 +158,7 @@ class HeaderFile:
 
     def scan(self, state: SlotState) -> SlotHeaders:
         """Every slot in ``state`` that the file describes soundly, in page order."""
-        first, last = _file_pages(np.arange(self.pages))
-        pages = np.flatnonzero(self._allocated[first] & self._allocated[last])
-        pages = pages[self._records["state"][pages] == state].astype(np.uint32)
+        pages = np.flatnonzero(self._records["state"] == state).astype(np.uint32)
         headers = self.read(pages)
         lengths = headers.records["length"]
         ends = pages + -(-lengths.astype(np.float64) // PAGE_BYTES)
@@ -176,18 +172,6 @@ class HeaderFile:
             self._map.close()
         os.close(self._descriptor)
 
-    def _allocate(self, pages: Pages) -> None:
-        """Have memory for the records of ``pages``."""
-        touched = np.concatenate(_file_pages(pages))
-        holes = touched[~self._allocated[touched]]
-        for page in np.unique(holes).tolist() if len(holes) else ():
-            try:
-                size_bytes = min(PAGE_BYTES, os.fstat(self._descriptor).st_size - page * PAGE_BYTES)
-                os.posix_fallocate(self._descriptor, page * PAGE_BYTES, size_bytes)
-            except OSError as error:
-                raise CapacityError(f"no memory for slot headers beside the payload: {error}") from error
-            self._allocated[page] = True
-
     def _read_prologue(self, path: Path) -> int:
         magic, version, record_bytes, pages, segment_id, generation = _PROLOGUE.unpack_from(self._map, 0)
         found = (magic, version, record_bytes, pages, segment_id)
@@ -196,22 +180,14 @@ class HeaderFile:
         return int(generation)
 
 
-def _data_pages(descriptor: int, size_bytes: int) -> NDArray[np.bool_]:
-    """Which pages of the file are no holes."""
-    found = np.zeros(-(-size_bytes // PAGE_BYTES), np.bool_)
-    end = 0
-    with contextlib.suppress(OSError):  # nothing but a hole is left
-        while end < size_bytes:
-            start = os.lseek(descriptor, end, os.SEEK_DATA)
-            end = os.lseek(descriptor, start, os.SEEK_HOLE)
-            found[start // PAGE_BYTES : -(-end // PAGE_BYTES)] = True
-    return found
-
-
-def _file_pages(pages: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first and the last page of the file that the records of ``pages`` lie in."""
-    starts = pages.astype(np.int64) * RECORD_BYTES + _PROLOGUE.size
-    return starts // PAGE_BYTES, (starts + RECORD_BYTES - 1) // PAGE_BYTES
+def _allocate(descriptor: int, path: Path, size_bytes: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        raise CapacityError(
+            f"{path.parent} gave no {format_size(size_bytes)} for slot headers beside the payload: {error}; "
+            "choose a smaller --size"
+        ) from error
 
 
 def make_records(count: int, **fields: Any) -> Records:  # noqa: ANN401 - scalars and arrays of each field's type

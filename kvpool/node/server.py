@@ -52,6 +52,7 @@ class NodeServer:
         self._incarnation = int.from_bytes(os.urandom(8), "little") >> 1
         self._endpoints: list[str] = []
         self._running = ExitStack()
+        self._started = False
         self._framed: FramedServer
         self._control: Control
 
@@ -66,6 +67,7 @@ class NodeServer:
             self._open_store(undo)
             self._listen(undo)
             self._join(undo)
+            self._started = True
             self._running = undo.pop_all()
         log.info("node_started", node=self.settings.node_id, endpoints=self._endpoints)
 
@@ -82,7 +84,8 @@ class NodeServer:
     def _open_store(self, undo: ExitStack) -> None:
         settings = self.settings
         files = SegmentFiles(settings.segment_dir, settings.node_id)
-        undo.callback(lambda: files.close(keep=settings.keep_segment))
+        # A node that never started leaves nothing that was not there before.
+        undo.callback(lambda: files.close(keep=settings.keep_segment and (self._started or not files.fresh)))
         segment, headers = files.open(settings.size, settings.hugepages)
         undo.callback(segment.close)
         undo.callback(headers.close)

@@ -43,7 +43,7 @@ class StoreNodeServicer(store_node_pb2_grpc.StoreNodeServicer):
     def Prepare(
         self, request: store_node_pb2.PrepareRequest, context: grpc.ServicerContext
     ) -> store_node_pb2.PrepareResponse:
-        slots, generations = self._store.prepare(request.grant, _WRITER_BIT | request.writer)
+        slots, generations = self._store.prepare(request.grant, _WRITER_BIT | request.writer, bound=False)
         return store_node_pb2.PrepareResponse(slot=slots.tolist(), generation=generations.tolist())
 
     def Commit(

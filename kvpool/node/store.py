@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvpool.core.checksum import block_seeds
 from kvpool.core.directory import CommitStatus, FreeSlot
 from kvpool.core.directory.table import NO_SLOT
-from kvpool.core.errors import CapacityError, KvpoolError, ProtocolError, UnavailableError, UsageError
+from kvpool.core.errors import KvpoolError, ProtocolError, UnavailableError, UsageError
 from kvpool.core.grants import Grant, open_grant
 from kvpool.core.keys import split_hashes
 from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, RESERVATION_S_MAX
@@ -105,8 +105,12 @@ class NodeStore:
 
     # Writing
 
-    def prepare(self, sealed: bytes, owner: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+    def prepare(
+        self, sealed: bytes, owner: int, *, bound: bool = True
+    ) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
         """Slots and generations for the blocks of a sealed grant; NO_SLOT where there is no room.
+
+        ``bound`` says that the owner's end will be told by `drop_owner`.
 
         Raises:
             ProtocolError: Not a grant of the current session for this segment.
@@ -119,7 +123,7 @@ class NodeStore:
         with self._lock:
             for page, generation in grant.victims():
                 self._free(page, generation, rest=False)
-            opened = self._open_slots(grant, owner)
+            opened = self._open_slots(grant, owner, bound=bound)
             slots[: len(opened)] = opened.pages
             generations[: len(opened)] = opened.records["generation"]
             self._counters["no_slot"] += grant.count - len(opened)
@@ -277,11 +281,11 @@ class NodeStore:
         self.check_segment(grant.segment_id)
         return grant
 
-    def _open_slots(self, grant: Grant, owner: int) -> SlotHeaders:
+    def _open_slots(self, grant: Grant, owner: int, *, bound: bool) -> SlotHeaders:
         """Open and describe slots for the first blocks of ``grant``, as many as there is room for."""
         ttl_s = min(grant.ttl_ms / 1000, RESERVATION_S_MAX)
         self._headers.reserve_generations(self._slots.next_generation + grant.count)
-        opened = self._slots.prepare(grant.block_bytes, grant.count, owner, ttl_s, grant.reservation)
+        opened = self._slots.prepare(grant.block_bytes, grant.count, owner, ttl_s, grant.reservation, bound=bound)
         records = make_records(
             len(opened),
             shard=grant.shard,
@@ -292,13 +296,7 @@ class NodeStore:
             parent=grant.parents[: len(opened) * HASH_BYTES],
         )
         headers = SlotHeaders(np.array([slot.page for slot in opened], np.uint32), records)
-        try:
-            self._headers.write(headers, SlotState.WRITING)
-        except CapacityError as error:
-            log.warning("no_room_for_headers", error=str(error))
-            for slot in opened:
-                self._slots.free(slot.page, slot.generation)
-            return headers.select(slice(0))
+        self._headers.write(headers, SlotState.WRITING)
         return headers
 
     def _commit(self, reservation: int, headers: SlotHeaders) -> NDArray[np.uint8]:

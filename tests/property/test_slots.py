@@ -3,6 +3,7 @@
 The oracle is a plain list of what was given out; free pages are what is left of the segment.
 """
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -34,6 +35,7 @@ class Held:
     owner: int
     until_s: float
     state: SlotState
+    bound: bool = False
     pins: int = 0
     doomed: bool = False
 
@@ -60,12 +62,13 @@ class SlotsMachine(RuleBasedStateMachine):
         count=st.integers(1, 5),
         owner=owners,
         ttl_s=st.sampled_from((0.0, 5.0, TTL_MAX_S)),
+        bound=st.booleans(),
     )
-    def prepare(self, length: int, count: int, owner: int, ttl_s: float) -> None:
+    def prepare(self, length: int, count: int, owner: int, ttl_s: float, bound: bool = True) -> None:
         pages, until_s = -(-length // PAGE_BYTES), self.clock() + ttl_s
         extents = [len(extent) for extent in self.free_extents()]
 
-        slots = self.slots.prepare(length, count, owner, ttl_s, reservation=7)
+        slots = self.slots.prepare(length, count, owner, ttl_s, reservation=7, bound=bound)
 
         assert len(slots) == min(count, sum(extent // pages for extent in extents)), "refused only without room"
         if max(extents) >= count * pages:
@@ -75,7 +78,7 @@ class SlotsMachine(RuleBasedStateMachine):
             assert taken <= set().union(*self.free_extents()), "pages of a slot, pinned or resting, are not given out"
             assert slot.generation > self.last_generation, "generations never repeat"
             self.last_generation = slot.generation
-            self.held.append(Held(slot, slot.page, slot.pages, slot.generation, owner, until_s, WRITING))
+            self.held.append(Held(slot, slot.page, slot.pages, slot.generation, owner, until_s, WRITING, bound))
             assert (slot.pages, slot.length, slot.reservation, slot.until_s) == (pages, length, 7, until_s)
 
     @precondition(lambda self: self.held)
@@ -95,11 +98,12 @@ class SlotsMachine(RuleBasedStateMachine):
     def drop_owner(self, owner: int) -> None:
         """A connection closed: what it was writing is free, or will be when a transfer lets go of it."""
         expected = [held for held in self.held if held.state == WRITING and held.owner == owner and not held.doomed]
+        abandoned = [held for held in self.held if held.until_s == math.inf and held.owner == owner]
 
         dropped = self.slots.drop_owner(owner)
 
         assert {id(slot) for slot in dropped} == {id(held.slot) for held in expected}
-        for held in expected:
+        for held in expected + abandoned:
             self.release(held)
 
     # The directory
@@ -193,6 +197,7 @@ class SlotsMachine(RuleBasedStateMachine):
             committed = held.state == COMMITTED
             held.slot = self.slots.adopt(held.page, held.slot.length, held.generation, committed=committed)
             held.owner = held.pins = 0
+            held.bound = False
             assert held.slot is not None
             if not committed:
                 self.rest(held)
@@ -235,6 +240,8 @@ class SlotsMachine(RuleBasedStateMachine):
         for seconds in (TTL_MAX_S, QUARANTINE_S):
             self.clock.advance(seconds)
             self.expire()
+        for owner in range(1, 4):
+            self.drop_owner(owner)
         assert all(slot.state == COMMITTED for slot in self.slots)
         self.slots.check_integrity()
 
@@ -259,7 +266,9 @@ class SlotsMachine(RuleBasedStateMachine):
             self.gone.append(held.name)
 
     def rest(self, held: Held) -> None:
-        held.state, held.until_s = RESTING, self.clock() + QUARANTINE_S
+        """Not given out for a while; one whose writer may still write it, not before that one has gone."""
+        while_it_lives = held.bound and held.state == WRITING
+        held.state, held.until_s = RESTING, math.inf if while_it_lives else self.clock() + QUARANTINE_S
 
     def unpin_one(self, held: Held) -> None:
         assert self.slots.pinned(held.page, held.generation) is held.slot

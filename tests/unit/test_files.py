@@ -1,23 +1,18 @@
 """The files of a node's segment: one process at a time, taken over by the next one when they fit."""
 
 import subprocess
-from collections import deque
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import CapacityError
-from kvpool.core.grants import Grant, seal
 from kvpool.core.limits import PAGE_BYTES
-from kvpool.core.slots import Slots, SlotState
+from kvpool.core.slots import SlotState
 from kvpool.node.files import SegmentFiles
 from kvpool.node.headers import SlotHeaders, make_records
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.segment import shm
-from kvpool.node.store import NodeSession, NodeStore
-from kvpool.testing import ManualClock
 
 SIZE_BYTES = 8 * PAGE_BYTES
 SMALL_MEMORY_BYTES = 1 << 20
@@ -90,26 +85,6 @@ def test_half_of_the_files_is_not_taken_over(run, tmp_path, lost):
     assert (bytes(4), []) == (payload, headers)
 
 
-def test_a_node_that_finds_memory_full_gives_no_slots_and_goes_on(small_memory):
-    files, key = SegmentFiles(small_memory, "n0"), b"k" * 32
-    segment, headers = files.open(SMALL_MEMORY_BYTES - 4 * PAGE_BYTES, "off")
-    book = NamespaceBook(files.namespaces, lambda _: b"known")
-    store = NodeStore(segment, headers, Slots(headers.pages, ManualClock()), book, None, 1)
-    store.session = NodeSession(1, 2, key)
-
-    def prepare(blocks):
-        hashes = bytes(32 * blocks)
-        grant = Grant(1, 2, 3, segment.segment_id, b"n" * 32, PAGE_BYTES, 1000, hashes, hashes, 0, b"", b"")
-        return store.prepare(seal(grant, key), owner=1)[0]
-
-    assert (prepare(headers.pages) == NO_SLOT).all()
-    assert store.stats().slots == 0
-    assert (prepare(3) != NO_SLOT).all()
-    headers.close()
-    segment.close()
-    files.close(keep=False)
-
-
 def test_a_namespace_that_finds_memory_full_is_refused(small_memory):
     (small_memory / "full").write_bytes(bytes(SMALL_MEMORY_BYTES))
     book = NamespaceBook(small_memory / "namespaces", lambda _: b"known")
@@ -166,26 +141,10 @@ def test_a_segment_that_cannot_be_had_leaves_only_the_lock(tmp_path):
 def test_memory_without_room_for_headers_is_refused_and_given_back(small_memory):
     files = SegmentFiles(small_memory, "n0")
 
-    with pytest.raises(CapacityError, match="no memory for slot headers beside the payload"):
+    with pytest.raises(CapacityError, match="does not fit"):
         files.open(SMALL_MEMORY_BYTES, "off")
     assert [path.name for path in small_memory.iterdir()] == ["kvpool-n0.lock"]
 
-    files.close(keep=False)
-
-
-def test_headers_that_find_memory_full_later_are_refused(small_memory):
-    """Not written: a write to a mapping that finds memory full would end the process with a bus error."""
-    files = SegmentFiles(small_memory, "n0")
-    segment, headers = files.open(SMALL_MEMORY_BYTES - 4 * PAGE_BYTES, "off")
-    each_page = map(slot_at, range(headers.pages))
-
-    with pytest.raises(CapacityError, match="no memory for slot headers beside the payload"):
-        deque((headers.write(slot, SlotState.COMMITTED) for slot in each_page), maxlen=0)
-
-    refused = next(each_page).pages[0] - 1
-    assert headers.scan(SlotState.COMMITTED).named() == [(page, 5) for page in range(refused)]
-    headers.close()
-    segment.close()
     files.close(keep=False)
 
 
@@ -196,6 +155,8 @@ def test_a_start_that_fails_keeps_the_blocks_of_the_last_run(run, tmp_path, monk
 
     with pytest.raises(CapacityError, match="huge pages"):
         files.open(SIZE_BYTES, "require")
+    with pytest.raises(CapacityError, match="does not fit"):
+        files.open(1 << 60, "off")
     files.close(keep=True)
 
     assert run() == (segment_id, b"kept", [(2, 5)])

@@ -157,6 +157,7 @@ def test_a_grant_of_any_duration_ends(node, store, clock, ttl_ms):
     for seconds in (600.0, QUARANTINE_S):
         clock.advance(seconds)
         store.expire()
+    store.drop_owner(WRITER)
 
     assert node.in_use() == (0, 0)
 
@@ -196,9 +197,11 @@ def test_a_writer_can_discard_its_own_slots_only(node, store):
     assert node.in_use() == (0, 0)
 
 
-def test_a_write_past_its_deadline_rests_and_is_returned(node, store, clock):
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_write_past_its_deadline_rests_and_is_returned(node, store, clock, bound):
+    """Not while a writer lives that may only be paused, with the slot mapped and half written."""
     reservation, grant = node.reserve()
-    slots, generations = store.prepare(grant, WRITER)
+    slots, generations = store.prepare(grant, WRITER, bound=bound)
     clock.advance(30.0)
     store.expire()
 
@@ -209,4 +212,6 @@ def test_a_write_past_its_deadline_rests_and_is_returned(node, store, clock):
 
     clock.advance(QUARANTINE_S)
     store.expire()
+    assert node.in_use() == ((1, 2 * PAGE_BYTES) if bound else (0, 0))
+    store.drop_owner(WRITER)
     assert node.in_use() == (0, 0)

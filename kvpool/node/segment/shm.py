@@ -47,6 +47,7 @@ class ShmSegment:
         self.size_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
         if not self.size_bytes:
             raise CapacityError(f"a segment of {size_bytes} bytes holds no page of {PAGE_BYTES}; give a larger size")
+        check_room(path, self.size_bytes)
         want_huge = _huge_offered(required=hugepages == "require") and hugepages != "off"
         try:
             self._write_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -78,18 +79,23 @@ class ShmSegment:
             self._mapping.close()
 
 
-def _allocate(descriptor: int, path: Path, size_bytes: int) -> None:
-    have_bytes = os.fstat(descriptor).st_size
-    room = os.statvfs(path.parent)
-    free_bytes = room.f_bavail * room.f_frsize + os.fstat(descriptor).st_blocks * 512
+def check_room(path: Path, size_bytes: int) -> None:
+    """Raise CapacityError unless a file of ``size_bytes`` fits at ``path``, in place of what is there."""
+    try:
+        room = os.statvfs(path.parent)
+    except OSError as error:
+        raise CapacityError(f"cannot keep a segment in {path}: {error}; choose another segment_dir") from error
+    taken_bytes = path.stat().st_blocks * 512 if path.exists() else 0
+    free_bytes = room.f_bavail * room.f_frsize + taken_bytes
     if size_bytes > free_bytes:
-        if not have_bytes:
-            path.unlink()
         raise CapacityError(
             f"a segment of {format_size(size_bytes)} does not fit {path.parent}, which has {format_size(free_bytes)} "
             f"free; choose a smaller --size or enlarge it (docker: --shm-size, mount: -o remount,size=)"
         )
-    if have_bytes != size_bytes:
+
+
+def _allocate(descriptor: int, path: Path, size_bytes: int) -> None:
+    if os.fstat(descriptor).st_size != size_bytes:
         os.ftruncate(descriptor, size_bytes)
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
