@@ -33,7 +33,8 @@ def _prepare() -> None:
     """Measure transfers, look-ups and stores on this machine."""
     configure(LogSettings(level="warning"))
     # As after Ctrl-C, the pool's processes are stopped on the way out.
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, _frame: sys.exit(128 + number))
 
 
 @bench.command()

@@ -18,7 +18,6 @@ from kvpool.cli.output import Format, FormatOption, emit, table
 from kvpool.core.units import format_size, parse_size
 
 _EXIT_FAILED = 1
-_EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def demo(
@@ -72,12 +71,14 @@ def demo(
 
 @contextlib.contextmanager
 def _terminated_as_exit() -> Iterator[None]:
-    """Make SIGTERM unwind the stack, so that the pool's processes are stopped as after Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(_EXIT_TERMINATED))
+    """Make the signals that end a session unwind the stack: the pool's processes are stopped as after Ctrl-C."""
+    endings = signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(ending, lambda number, _frame: sys.exit(128 + number)) for ending in endings]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for ending, handler in zip(endings, before, strict=True):
+            signal.signal(ending, handler)
 
 
 @contextlib.contextmanager

@@ -147,15 +147,30 @@ class _Load:
         try:
             node, segment = client._nodes.find(number, client._meta.topology)
             transport = client._nodes.transport(node, self._deadline)
-            batch = self._batch(segment.segment_id, copies, blocks)
+            batch = self._batch(segment.segment_id, copies, blocks, self._destinations.select(blocks))
             statuses = transport.read(batch, self._deadline)
         except KvpoolError as error:
             for block in blocks:
                 self._reasons[block] = miss_reason(error)
             return
         self._take(transport, number, copies, blocks, statuses)
+        for i in np.flatnonzero(np.frombuffer(statuses, np.uint8) == ReadStatus.BAD).tolist():
+            with suppress(KvpoolError):  # the client is closing
+                if self._again(transport, segment.segment_id, copies, blocks, i) == ReadStatus.BAD:
+                    self._report(number, blocks[i], copies, i)
 
-    def _batch(self, segment_id: bytes, copies: _Copies, blocks: list[int]) -> ReadBatch:
+    def _again(self, transport: Transport, segment_id: bytes, copies: _Copies, blocks: list[int], i: int) -> int:
+        """Read a bad copy once more into memory of our own.
+
+        The caller's may be at fault, written by another thread or given for two blocks: good copies must not be
+        dropped for that.
+        """
+        chosen = np.arange(len(blocks)) == i
+        own = Blocks(self._destinations.block_bytes, whole=np.empty(self._destinations.block_bytes, np.uint8))
+        batch = self._batch(segment_id, copies.only(chosen), blocks[i : i + 1], own)
+        return transport.read(batch, self._deadline)[0]
+
+    def _batch(self, segment_id: bytes, copies: _Copies, blocks: list[int], destinations: Blocks) -> ReadBatch:
         namespace = self._keyspace.namespace
         return ReadBatch(
             segment_id=segment_id,
@@ -166,7 +181,7 @@ class _Load:
             slots=copies.slot,
             generations=copies.generation,
             checksums=copies.checksum,
-            destinations=self._destinations.select(blocks),
+            destinations=destinations,
         )
 
     def _take(self, transport: Transport, number: int, copies: _Copies, blocks: list[int], statuses: bytearray) -> None:
@@ -180,12 +195,12 @@ class _Load:
         for i, block in enumerate(blocks):
             status = ReadStatus(statuses[i])
             self._reasons[block] = _REASONS.get(status)
-            if status in (ReadStatus.GONE, ReadStatus.BAD):
-                self._report(number, block, int(copies.slot[i]), int(copies.generation[i]))
+            if status == ReadStatus.GONE:
+                self._report(number, block, copies, i)
         client._counters.unverified(statuses.count(ReadStatus.BAD))
 
-    def _report(self, segment: int, block: int, slot: int, generation: int) -> None:
-        block_hash = hash_at(self._hashes, block)
-        request = ReportBadRequest(self._keyspace.namespace.id, block_hash, segment, slot, generation)
+    def _report(self, segment: int, block: int, copies: _Copies, i: int) -> None:
+        block_hash, place = hash_at(self._hashes, block), (int(copies.slot[i]), int(copies.generation[i]))
+        request = ReportBadRequest(self._keyspace.namespace.id, block_hash, segment, *place)
         with suppress(KvpoolError):  # whoever meets the block next reports it
             self._keyspace._client._meta.call(request, Done, self._deadline, again=False)

@@ -55,7 +55,7 @@ class SegmentFiles:
         with ExitStack() as undo:
             if self.fresh:
                 # Before anything is removed: a size that cannot be must not cost the blocks that are there.
-                check_room(self.payload, size_bytes + header_file_bytes(pages))
+                check_room(self.payload, size_bytes, header_file_bytes(pages))
                 if self.payload.exists():
                     log.info("segment_replaced", path=str(self.payload), reason="another size or no headers")
                 self.remove()

@@ -1,10 +1,13 @@
 """Misuse gets one clear error that names the value; nothing stored is lost and the services stay up."""
 
+import errno
 import os
 import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -108,13 +111,22 @@ def test_a_deadline_that_cannot_be(stored, timeout_s):
         keyspace.match(chain, timeout_s=timeout_s)
 
 
+@contextmanager
+def _closed_early() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
+            raise
+
+
 def _say(address: str, data: bytes) -> bytes:
-    """Send ``data`` to a framed port and read until it closes."""
+    """Send ``data`` to a framed port and read until it closes, which it may do before it has read all."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    with socket.create_connection((host, int(port)), 10) as sock:
+    answer = b""
+    with socket.create_connection((host, int(port)), 10) as sock, _closed_early():
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
-        answer = b""
         while chunk := sock.recv(1 << 16):
             answer += chunk
     return answer
@@ -144,6 +156,48 @@ def test_garbage_on_a_framed_port_closes_that_connection_only(pool, stored, data
         _say(address, data)
 
 
+def test_a_request_that_cannot_be_decoded_is_answered_with_the_reason(pool, stored):
+    for address in (pool.ready["n0"]["data"], pool.meta_ready["framed"]):
+        assert b"ProtocolError" in _say(address, _frame(10, b"\xc1" * 40))
+
+
+def test_a_reservation_is_of_one_namespace(pool, rng):
+    client, chain = pool.connect(), random_chain(1)
+    mine, other = open_blocks(client), open_blocks(client)
+    reservation = mine.reserve(chain)
+
+    with pytest.raises(kvpool.NamespaceMismatchError, match="another namespace"):
+        other.write(reservation, list(random_blocks(rng, 1)))
+
+    mine.write(reservation, list(random_blocks(rng, 1)))
+    assert mine.match(chain).blocks == 1
+
+
+def test_a_client_is_not_carried_over_a_fork(stored):
+    keyspace, chain = stored
+    child = os.fork()
+    if child == 0:
+        try:
+            keyspace.match(chain)
+        except kvpool.UsageError as error:
+            os._exit(42 if "fork" in str(error) else 1)
+        os._exit(2)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+
+
+def test_buffers_given_for_two_blocks_cost_neither_block(pool, rng):
+    """What was read is overwritten: no success, and not the pool's fault."""
+    chain, blocks, shared = random_chain(2), random_blocks(rng, 2), blank(1)[0]
+    keyspace = open_blocks(pool.connect("tcp", streams=1))
+    keyspace.store(chain, list(blocks))
+    halves = shared.reshape(2, -1)
+
+    keyspace.load(chain, [[halves[0], halves[0]], [halves[1], halves[0]]])
+
+    assert keyspace.match(chain).blocks == 2
+
+
 def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvpool.cli.main", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -153,7 +207,7 @@ def test_a_segment_larger_than_shared_memory_is_refused_before_anything_starts(p
     done = _run("node", "--meta", pool.uri, "--size", "100TiB", "--node-id", "huge", "--segment-dir", tmp_path)
 
     assert done.returncode == 1
-    assert "100 TiB does not fit" in done.stderr
+    assert "100 TiB with 3.32 TiB of headers does not fit" in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("*.payload"))
 
@@ -164,6 +218,17 @@ def test_a_second_node_of_the_same_name_is_refused(pool, tmp_path):
 
     assert done.returncode == 1
     assert "another node 'n0' uses" in done.stderr
+
+
+def test_a_node_named_as_a_live_one_elsewhere_is_refused(pool, stored, tmp_path):
+    options = ("--data-port", 0, "--grpc-port", 0, "--unix-socket", tmp_path / "x.sock", "--size", "1MiB")
+    done = _run(
+        "node", "--meta", pool.uri, "--node-id", "n0", "--segment-dir", tmp_path, "--join-timeout", "1s", *options
+    )
+
+    assert done.returncode == 3
+    assert "a live node is called 'n0'; give this one another --node-id" in done.stderr
+    assert not list(tmp_path.glob("kvpool-*"))
 
 
 def test_a_node_without_its_metadata_service_says_so_and_ends(tmp_path):

@@ -118,7 +118,8 @@ def test_misuse_is_code_2_before_anything_starts(place, arguments, message):
     place.assert_clean()
 
 
-def test_a_benchmark_that_is_stopped_in_the_middle_stops_its_processes(place):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_benchmark_that_is_stopped_in_the_middle_stops_its_processes(place, number):
     bench = subprocess.Popen(
         [*COMMAND, "transfer", "--transport", "tcp", "--rounds", "10000", "--blocks", "64"],
         env=place.environ,
@@ -130,8 +131,8 @@ def test_a_benchmark_that_is_stopped_in_the_middle_stops_its_processes(place):
         with pytest.raises(subprocess.TimeoutExpired):
             bench.wait(0.05)
 
-    bench.send_signal(signal.SIGTERM)
+    bench.send_signal(number)
     _, stderr = bench.communicate(timeout=60)
 
-    assert bench.returncode == 128 + signal.SIGTERM, stderr
+    assert bench.returncode == 128 + number, stderr
     place.assert_clean()

@@ -99,7 +99,7 @@ def test_a_malformed_trace_is_a_usage_error_before_anything_starts(place, tmp_pa
     place.assert_clean()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_demo_that_is_stopped_in_the_middle_stops_its_processes(place, number):
     demo = subprocess.Popen(
         [*COMMAND, "--conversations", "500"],

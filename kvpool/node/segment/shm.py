@@ -79,18 +79,20 @@ class ShmSegment:
             self._mapping.close()
 
 
-def check_room(path: Path, size_bytes: int) -> None:
-    """Raise CapacityError unless a file of ``size_bytes`` fits at ``path``, in place of what is there."""
+def check_room(path: Path, size_bytes: int, beside_bytes: int = 0) -> None:
+    """Raise CapacityError unless ``size_bytes`` fit at ``path``, in place of what is there, and others beside it."""
     try:
         room = os.statvfs(path.parent)
     except OSError as error:
         raise CapacityError(f"cannot keep a segment in {path}: {error}; choose another segment_dir") from error
     taken_bytes = path.stat().st_blocks * 512 if path.exists() else 0
     free_bytes = room.f_bavail * room.f_frsize + taken_bytes
-    if size_bytes > free_bytes:
+    if size_bytes + beside_bytes > free_bytes:
+        beside = f" with {format_size(beside_bytes)} of headers" if beside_bytes else ""
         raise CapacityError(
-            f"a segment of {format_size(size_bytes)} does not fit {path.parent}, which has {format_size(free_bytes)} "
-            f"free; choose a smaller --size or enlarge it (docker: --shm-size, mount: -o remount,size=)"
+            f"a segment of {format_size(size_bytes)}{beside} does not fit {path.parent}, which has "
+            f"{format_size(free_bytes)} free; choose a smaller --size or enlarge it "
+            "(docker: --shm-size, mount: -o remount,size=)"
         )
 
 

@@ -249,9 +249,9 @@ class FramedServer:
                 self._idle.notify_all()
 
     def _exchange(self, framed: FramedSocket, header: Header, session: Session) -> None:
-        request = framed.receive_body(header)
-        payload = Payload(framed, header.payload_bytes)
         try:
+            request = framed.receive_body(header)
+            payload = Payload(framed, header.payload_bytes)
             reply = self._answer(request, payload, session)
         except ProtocolError as error:
             framed.send(_error_reply(error), header.correlation)
