@@ -1,5 +1,6 @@
 """The command line; here what its commands share: flags made from settings, and serving until a signal."""
 
+import contextlib
 import inspect
 import queue
 import signal
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.output import Format, FormatOption
+from kvpool.cli.signals import ignore, unwind_once
 from kvpool.core.units import format_size
 from kvpool.ops.logging import configure
 from kvpool.ops.settings import Settings
@@ -58,7 +60,7 @@ def serve(
 
     ``stop`` is called if and only if ``start`` returned.
     """
-    _interrupt_on_signals()
+    unwind_once(_STOP_SIGNALS)
     start()
     try:
         # A handler may put while this thread is in get: SimpleQueue is reentrant, Event.set is not.
@@ -66,17 +68,15 @@ def serve(
         for number in _STOP_SIGNALS:
             signal.signal(number, lambda number, _frame: signals.put(number))
         announce()
-        received = signals.get()
-        _interrupt_on_signals()
-        if drain is not None and received == signal.SIGTERM:
-            drain()
+        if signals.get() == signal.SIGTERM and drain is not None:
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):
+                unwind_once(_STOP_SIGNALS)
+                drain()
     finally:
-        stop()
-
-
-def _interrupt_on_signals() -> None:
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler)
+        try:
+            ignore(_STOP_SIGNALS)
+        finally:
+            stop()
 
 
 def _flag(key: str) -> object:

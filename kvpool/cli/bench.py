@@ -2,7 +2,6 @@
 
 import itertools
 import signal
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
 from kvpool.bench.store import StoreRow, StoreSettings
 from kvpool.bench.transfer import TransferRow, TransferSettings
 from kvpool.cli.output import Format, FormatOption, emit, table
+from kvpool.cli.signals import unwind_once
 from kvpool.core.errors import UsageError
 from kvpool.core.units import format_size, parse_size
 from kvpool.ops.logging import configure
@@ -33,8 +33,7 @@ def _prepare() -> None:
     """Measure transfers, look-ups and stores on this machine."""
     configure(LogSettings(level="warning"))
     # As after Ctrl-C, the pool's processes are stopped on the way out.
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, lambda number, _frame: sys.exit(128 + number))
+    unwind_once((signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
 
 
 @bench.command()

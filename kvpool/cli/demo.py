@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from kvpool.bench.demo import ENGINES_MAX, NODES_MAX, DemoReport, DemoSettings, 
 from kvpool.bench.trace import read_trace
 from kvpool.bench.workload import AgentSettings, Workload, agent_workload
 from kvpool.cli.output import Format, FormatOption, emit, table
+from kvpool.cli.signals import unwind_once
 from kvpool.core.units import format_size, parse_size
 
 _EXIT_FAILED = 1
@@ -62,7 +62,7 @@ def demo(
     else:
         agents = AgentSettings(conversations=conversations, turns=turns, block_tokens=block_tokens or 16, seed=seed)
         workload = agent_workload(agents)
-    with _terminated_as_exit(), _progress(workload, shown=output is Format.TEXT) as on_request:
+    with _processes_stopped_on_signals(), _progress(workload, shown=output is Format.TEXT) as on_request:
         report = run_demo(workload, settings, on_request)
     emit(report, output, _view(report))
     if report.mismatches:
@@ -70,10 +70,10 @@ def demo(
 
 
 @contextlib.contextmanager
-def _terminated_as_exit() -> Iterator[None]:
-    """Make the signals that end a session unwind the stack: the pool's processes are stopped as after Ctrl-C."""
-    endings = signal.SIGTERM, signal.SIGHUP
-    before = [signal.signal(ending, lambda number, _frame: sys.exit(128 + number)) for ending in endings]
+def _processes_stopped_on_signals() -> Iterator[None]:
+    endings = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
+    before = [signal.getsignal(ending) for ending in endings]
+    unwind_once(endings)
     try:
         yield
     finally:

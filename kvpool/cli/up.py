@@ -29,7 +29,9 @@ def up(settings: Settings, output: Format) -> None:
     from kvpool.embedded import EmbeddedPool  # noqa: PLC0415 - after the settings are known to be good
 
     # A pool for trying out gives its memory back; `kvpool node` is the one that keeps its blocks.
-    node = settings.node.model_copy(update={"keep_segment": False, "listen": LOOPBACK, "advertise_host": None})
+    # Its node's own gRPC, which has no flag here, takes any port: two pools can run side by side.
+    fixed = {"keep_segment": False, "listen": LOOPBACK, "advertise_host": None, "grpc_port": 0}
+    node = settings.node.model_copy(update=fixed)
     pool = EmbeddedPool(settings.meta.model_copy(update={"listen": LOOPBACK}), node)
 
     def announce() -> None:

@@ -1,0 +1,30 @@
+"""Signals that end a command: the first one unwinds the stack, and nothing interrupts the cleaning up."""
+
+import signal
+import sys
+from collections.abc import Iterable
+from types import FrameType
+
+
+def unwind_once(numbers: Iterable[signal.Signals]) -> None:
+    """Let the first of these signals raise, KeyboardInterrupt or SystemExit; those after it do nothing.
+
+    Wrappers such as `timeout` and terminals send a signal twice; raised in the middle of cleaning up, the second one
+    would leave threads and processes running.
+    """
+    ending = tuple(numbers)
+
+    def unwind(number: int, _frame: FrameType | None) -> None:
+        ignore(ending)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)
+
+    for each in ending:
+        signal.signal(each, unwind)
+
+
+def ignore(numbers: Iterable[signal.Signals]) -> None:
+    """Let these signals do nothing; unlike SIG_IGN, not in processes that are started from here."""
+    for each in numbers:
+        signal.signal(each, lambda _number, _frame: None)
