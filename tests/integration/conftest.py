@@ -18,6 +18,7 @@ from kvpool.bench.process import RoleProcess
 from kvpool.embedded import EmbeddedPool
 from kvpool.ops.settings import MetaSettings, NodeSettings
 from tests.integration.places import Place
+from tests.waiting import eventually
 
 BLOCK_BYTES = 64 << 10
 
@@ -60,6 +61,8 @@ class Pool:
 
     def signal(self, process: RoleProcess, number: signal.Signals) -> None:
         os.kill(process.pid, number)
+        if number == signal.SIGSTOP:
+            eventually(lambda: _is_frozen(process.pid))
 
     def kill(self, process: RoleProcess) -> None:
         self.signal(process, signal.SIGKILL)
@@ -70,6 +73,12 @@ class Pool:
 
     def connect(self, transport: str = "shm", **options: object) -> kvpool.Client:
         return self.stack.enter_context(kvpool.connect(self.uri, transports=[transport], **options))
+
+
+def _is_frozen(pid: int) -> bool:
+    """Whether each thread has stopped: kill() returns before they have."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 @pytest.fixture
