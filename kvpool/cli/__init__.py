@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import queue
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.output import Format, FormatOption
-from kvpool.cli.signals import ignore, unwind_once
+from kvpool.cli.signals import ignore, unwind_once, wakeups
 from kvpool.core.units import format_size
 from kvpool.ops.logging import configure
 from kvpool.ops.settings import Settings
@@ -63,12 +62,11 @@ def serve(
     unwind_once(_STOP_SIGNALS)
     start()
     try:
-        # A handler may put while this thread is in get: SimpleQueue is reentrant, Event.set is not.
-        signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in _STOP_SIGNALS:
-            signal.signal(number, lambda number, _frame: signals.put(number))
-        announce()
-        if signals.get() == signal.SIGTERM and drain is not None:
+        with wakeups() as signals:
+            ignore(_STOP_SIGNALS)
+            announce()
+            received = signals.recv(1)[0]
+        if received == signal.SIGTERM and drain is not None:
             with contextlib.suppress(KeyboardInterrupt, SystemExit):
                 unwind_once(_STOP_SIGNALS)
                 drain()

@@ -1,8 +1,10 @@
 """Signals that end a command: the first one unwinds the stack, and nothing interrupts the cleaning up."""
 
 import signal
+import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 
@@ -28,3 +30,20 @@ def ignore(numbers: Iterable[signal.Signals]) -> None:
     """Let these signals do nothing; unlike SIG_IGN, not in processes that are started from here."""
     for each in numbers:
         signal.signal(each, lambda _number, _frame: None)
+
+
+@contextmanager
+def wakeups() -> Iterator[socket.socket]:
+    """A socket from which the numbers of handled signals can be read, a byte each.
+
+    The system may give a signal to any thread, which wakes no main thread that waits for a lock or a queue; one that
+    reads is woken whichever thread it was.
+    """
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        writer.settimeout(0)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield reader
+        finally:
+            signal.set_wakeup_fd(before)
