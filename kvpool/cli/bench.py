@@ -1,7 +1,6 @@
 """`kvpool bench`: measures transfers, look-ups and stores on this machine, next to the limits that it can reach."""
 
 import itertools
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
 from kvpool.bench.store import StoreRow, StoreSettings
 from kvpool.bench.transfer import TransferRow, TransferSettings
 from kvpool.cli.output import Format, FormatOption, emit, table
-from kvpool.cli.signals import unwind_once
+from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
 from kvpool.core.errors import UsageError
 from kvpool.core.units import format_size, parse_size
 from kvpool.ops.logging import configure
@@ -32,8 +31,7 @@ bench = typer.Typer()
 def _prepare() -> None:
     """Measure transfers, look-ups and stores on this machine."""
     configure(LogSettings(level="warning"))
-    # As after Ctrl-C, the pool's processes are stopped on the way out.
-    unwind_once((signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
+    unwind_once(SESSION_ENDINGS)
 
 
 @bench.command()

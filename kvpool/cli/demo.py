@@ -1,7 +1,6 @@
 """`kvpool demo`: runs engines against a real pool on this machine and shows what the pool saved them."""
 
 import contextlib
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ from kvpool.bench.demo import ENGINES_MAX, NODES_MAX, DemoReport, DemoSettings, 
 from kvpool.bench.trace import read_trace
 from kvpool.bench.workload import AgentSettings, Workload, agent_workload
 from kvpool.cli.output import Format, FormatOption, emit, table
-from kvpool.cli.signals import unwind_once
+from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
 from kvpool.core.units import format_size, parse_size
 
 _EXIT_FAILED = 1
@@ -62,23 +61,12 @@ def demo(
     else:
         agents = AgentSettings(conversations=conversations, turns=turns, block_tokens=block_tokens or 16, seed=seed)
         workload = agent_workload(agents)
-    with _processes_stopped_on_signals(), _progress(workload, shown=output is Format.TEXT) as on_request:
+    unwind_once(SESSION_ENDINGS)
+    with _progress(workload, shown=output is Format.TEXT) as on_request:
         report = run_demo(workload, settings, on_request)
     emit(report, output, _view(report))
     if report.mismatches:
         raise typer.Exit(_EXIT_FAILED)
-
-
-@contextlib.contextmanager
-def _processes_stopped_on_signals() -> Iterator[None]:
-    endings = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
-    before = [signal.getsignal(ending) for ending in endings]
-    unwind_once(endings)
-    try:
-        yield
-    finally:
-        for ending, handler in zip(endings, before, strict=True):
-            signal.signal(ending, handler)
 
 
 @contextlib.contextmanager

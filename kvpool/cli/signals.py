@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+SESSION_ENDINGS = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
+"""What ends a command that is run by hand; it stops the processes that it started on its way out."""
+
 
 def unwind_once(numbers: Iterable[signal.Signals]) -> None:
     """Let the first of these signals raise, KeyboardInterrupt or SystemExit; those after it do nothing.

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES, SEGMENT_ID_BYTES
 from kvpool.node.headers import HeaderFile, header_file_bytes, stored_segment_id
+from kvpool.node.private_file import open_private
 from kvpool.node.segment.shm import HugePages, ShmSegment, check_room
 from kvpool.ops.logging import get_logger
 
@@ -30,10 +31,7 @@ class SegmentFiles:
         self.fresh = False
         """Whether `open` began with an empty segment."""
         self._lock_path = directory / f"kvpool-{node_id}.lock"
-        try:
-            self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise CapacityError(f"cannot keep a segment in {directory}: {error}; choose another segment_dir") from error
+        self._lock = open_private(self._lock_path, "a segment")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

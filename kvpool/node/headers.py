@@ -1,8 +1,8 @@
 """Slot headers: what each slot holds, in a file that only the node maps, so that slots describe themselves.
 
 The file is one 64-byte prologue and one record for each page of the payload; the record of a slot's first page is its
-header. The file is sparse: memory for a record is allocated before it is written, and a hole is never touched, since a
-mapping that finds memory full, be it to read, is the end of the process. Little-endian:
+header. All its memory is allocated at the start, since a mapping that finds memory full, be it to read, is the end of
+the process. Little-endian:
 
     prologue  magic 8s | version u32 | record size u32 | pages u64 | segment id 16s | next generation u64 | pad
     record    `RECORD`; the header checksum is xxh3-64 of all before it but the state
@@ -26,6 +26,7 @@ from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import SlotState
 from kvpool.core.units import format_size
+from kvpool.node.private_file import open_private
 
 MAGIC = b"KVPOOLHD"
 VERSION = 1
@@ -105,10 +106,7 @@ class HeaderFile:
         self.pages = pages
         self._segment_id = segment_id
         size_bytes = header_file_bytes(pages)
-        try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise CapacityError(f"cannot keep headers in {path}: {error}; choose another segment_dir") from error
+        self._descriptor = open_private(path, "headers")
         try:
             fresh = os.fstat(self._descriptor).st_size == 0
             if not fresh and os.fstat(self._descriptor).st_size != size_bytes:

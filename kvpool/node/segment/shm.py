@@ -15,6 +15,7 @@ import numpy as np
 from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.units import format_size
+from kvpool.node.private_file import open_private
 from kvpool.ops.logging import get_logger
 from kvpool.transport.blocks import Bytes
 from kvpool.transport.populate import Populator
@@ -49,10 +50,7 @@ class ShmSegment:
             raise CapacityError(f"a segment of {size_bytes} bytes holds no page of {PAGE_BYTES}; give a larger size")
         check_room(path, self.size_bytes)
         want_huge = _huge_offered(required=hugepages == "require") and hugepages != "off"
-        try:
-            self._write_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise CapacityError(f"cannot keep a segment in {path}: {error}; choose another segment_dir") from error
+        self._write_descriptor = open_private(path, "a segment")
         try:
             _allocate(self._write_descriptor, path, self.size_bytes)
             self._mapping = mmap.mmap(self._write_descriptor, self.size_bytes)
