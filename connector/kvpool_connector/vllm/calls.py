@@ -1,0 +1,142 @@
+"""The scheduler's calls to the pool, on threads of their own: the engine's loop waits for none of them.
+
+Lookups run beside each other; reservations one after the other, because a block's parent must be reserved before it.
+"""
+
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from kvpool import Keyspace, KvpoolError, Match, MissReason, Reservation
+from kvpool_connector.vllm.link import PoolLink
+
+LOOKUP_THREADS = 4
+FAILURES_MAX = 3
+PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A lookup's answer; ``failed`` where the pool could not be asked in time."""
+
+    request_id: str
+    number: int
+    matched: int
+    lease: int
+    elapsed_s: float
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A reservation's answer; None where the pool could not be asked, with the reason."""
+
+    number: int
+    reservation: Reservation | None
+    reason: str = ""
+
+
+class PoolCalls:
+    """Calls in the background. `answers` and `reservations` are filled by its threads. Close it.
+
+    Args:
+        link: The way to the pool.
+        lease_s: Asked for with every lookup.
+        lookup_timeout_s: Deadline of a lookup, from its start.
+        call_timeout_s: Deadline of the other calls.
+    """
+
+    def __init__(self, link: PoolLink, lease_s: float, lookup_timeout_s: float, call_timeout_s: float) -> None:
+        self.answers: queue.SimpleQueue[Answered] = queue.SimpleQueue()
+        self.reservations: queue.SimpleQueue[Reserved] = queue.SimpleQueue()
+        self._link = link
+        self._lease_s = lease_s
+        self._lookup_timeout_s = lookup_timeout_s
+        self._call_timeout_s = call_timeout_s
+        self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, "kvpool-lookup")
+        self._others = ThreadPoolExecutor(1, "kvpool-reserve")
+        self._failures = 0
+        self._paused_until_s = 0.0
+
+    def available(self) -> bool:
+        """Whether calls may be made: the pool has been reached, and did not fail several times in a row just now."""
+        if self._link.keyspace is None:
+            return False
+        if self._failures < FAILURES_MAX:
+            return True
+        if time.monotonic() < self._paused_until_s:
+            return False
+        self._paused_until_s = time.monotonic() + PAUSE_S  # one call tries; the others wait for how it ends
+        return True
+
+    def look_up(self, request_id: str, number: int, hashes: bytes) -> None:
+        """Ask how much of the chain the pool holds; the answer comes to `answers`."""
+        self._lookups.submit(self._match, request_id, number, hashes, time.monotonic())
+
+    def reserve(self, number: int, hashes: bytes, first: int) -> None:
+        """Ask for places for the chain's blocks from ``first`` on; the answer comes to `reservations`."""
+        self._others.submit(self._reserve, number, hashes, first)
+
+    def release(self, lease: int) -> None:
+        """End a lease."""
+        if lease:
+            self._later(lambda keyspace: keyspace.release(Match(0, None, lease), timeout_s=self._call_timeout_s))
+
+    def abort(self, reservation: Reservation, blocks: list[int], *, crowded: bool) -> None:
+        """Give reserved blocks back, for every rank."""
+        call = partial(Keyspace.abort, reservation=reservation, blocks=blocks, crowded=crowded)
+        self._later(partial(call, timeout_s=self._call_timeout_s))
+
+    def close(self) -> None:
+        """End the threads; what has not begun is dropped."""
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+        self._others.shutdown(wait=False, cancel_futures=True)
+
+    def _match(self, request_id: str, number: int, hashes: bytes, started_s: float) -> None:
+        left_s = started_s + self._lookup_timeout_s - time.monotonic()
+        matched, failed = Match(0, None), True
+        keyspace = self._link.keyspace
+        if keyspace is not None and left_s > 0:
+            try:
+                matched = keyspace.match(hashes, lease_s=self._lease_s, timeout_s=left_s)
+                failed = matched.reason in (MissReason.NODE_DOWN, MissReason.OVER_DEADLINE) and not matched.blocks
+            except KvpoolError:
+                failed = True
+            self._ended(failed=failed)
+        elapsed_s = time.monotonic() - started_s
+        self.answers.put(Answered(request_id, number, matched.blocks, matched.lease, elapsed_s, failed))
+
+    def _reserve(self, number: int, hashes: bytes, first: int) -> None:
+        keyspace = self._link.keyspace
+        if keyspace is None:
+            self.reservations.put(Reserved(number, None, "the pool is not reached"))
+            return
+        try:
+            reservation = keyspace.reserve(hashes, first=first, timeout_s=self._call_timeout_s)
+        except KvpoolError as error:
+            self._ended(failed=True)
+            self.reservations.put(Reserved(number, None, str(error)))
+            return
+        self._ended(failed=False)
+        self.reservations.put(Reserved(number, reservation))
+
+    def _later(self, call: Callable[[Keyspace], object]) -> None:
+        def run() -> None:
+            keyspace = self._link.keyspace
+            if keyspace is not None:
+                try:
+                    call(keyspace)
+                except KvpoolError:
+                    return  # leases and reservations run out by themselves
+
+        self._others.submit(run)
+
+    def _ended(self, *, failed: bool) -> None:
+        if failed:
+            self._failures += 1
+            self._paused_until_s = time.monotonic() + PAUSE_S
+        else:
+            self._failures = 0
