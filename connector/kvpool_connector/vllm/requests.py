@@ -99,6 +99,7 @@ class RequestBook:
         self._loading: set[bytes] = set()
         self._bad_until_s: dict[bytes, float] = {}
         self._last_number = 0
+        self.late_lookups = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -159,8 +160,10 @@ class RequestBook:
         if tracked.load_failed or tracked.load is not None or lookup is None:
             return 0
         if lookup.matched is None:
-            late = self._clock() - lookup.asked_s > self._lookup_timeout_s
-            return 0 if late else Wait.LOOKUP
+            if self._clock() - lookup.asked_s <= self._lookup_timeout_s:
+                return Wait.LOOKUP
+            lookup.matched, lookup.number = 0, -1  # an answer that comes now is nobody's
+            self.late_lookups += 1
         matched = self._without_bad(chain, local_blocks, min(lookup.matched, len(chain)))
         if matched <= local_blocks:
             return 0
@@ -185,7 +188,8 @@ class RequestBook:
         plan, tracked.plan = tracked.plan, None
         lookup = tracked.lookup
         if tracked.load is None and lookup is not None and lookup.matched is not None:
-            tracked.saved = min(lookup.matched, len(chain))
+            # What was saved and has been evicted since shows when a later block misses its ancestor.
+            tracked.saved = max(tracked.saved, min(lookup.matched, len(chain)))
         if not external_blocks:
             return None
         first = plan[0] if plan else 0
@@ -194,13 +198,18 @@ class RequestBook:
         known = plan is not None and end <= min(plan[1], len(chain))
         hashes = b"".join(chain[:end]) if known else b""
         job = LoadJob(self.number(), request_id, hashes, first, list(block_ids[first:end]))
-        lease = lookup.lease if lookup else 0
-        if lookup:
-            lookup.lease = 0
-        self._loads[job.number] = Loading(job, lease, ranks)
+        self._loads[job.number] = Loading(job, self.take_lease(request_id), ranks)
         self._loading.update(_split(job))
         tracked.load = job.number
         return job
+
+    def take_lease(self, request_id: str) -> int:
+        """The lease of the request's lookup, which is the caller's from now on (0: none)."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.lookup is None:
+            return 0
+        lease, tracked.lookup.lease = tracked.lookup.lease, 0
+        return lease
 
     def load_reported(self, number: int, report: LoadReport) -> Loading | None:
         """One rank's load has ended; the whole load, when this was the last rank."""
@@ -238,8 +247,9 @@ class RequestBook:
 
     def finished(self, request_id: str) -> int:
         """The request leaves, in whatever state; the lease to release (0: none, or a load still needs it)."""
-        tracked = self._requests.pop(request_id, None)
-        return tracked.lookup.lease if tracked is not None and tracked.lookup is not None else 0
+        lease = self.take_lease(request_id)
+        self._requests.pop(request_id, None)
+        return lease
 
     def forget_lookups(self) -> None:
         """The namespace has changed: nothing that was found holds any more."""

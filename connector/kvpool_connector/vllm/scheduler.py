@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvpool import Client, Namespace, Want
-from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX, RESERVE_BLOCKS_MAX
+from kvpool import Client, Namespace
+from kvpool.core.limits import MATCH_BLOCKS_MAX, RESERVE_BLOCKS_MAX
 from kvpool_connector.local_node import ensure_local_node
-from kvpool_connector.vllm.calls import Answered, PoolCalls, Reserved
+from kvpool_connector.vllm.calls import Answered, PoolCalls
 from kvpool_connector.vllm.config import ConnectorConfig
 from kvpool_connector.vllm.fingerprint import DisagreementError, RankFingerprint, agree, explain
 from kvpool_connector.vllm.gate import Gate, StepTimer
-from kvpool_connector.vllm.jobs import LoadJob, LoadReport, SaveJob, SaveReport, StepJobs, WorkerReport
+from kvpool_connector.vllm.jobs import LoadJob, LoadReport, StepJobs, WorkerReport
 from kvpool_connector.vllm.link import PoolLink
 from kvpool_connector.vllm.metrics import KVPoolStats
 from kvpool_connector.vllm.requests import RequestBook, Wait
-from kvpool_connector.vllm.saves import SaveBook, Saving, wanted_blocks
+from kvpool_connector.vllm.saver import Saver
+from kvpool_connector.vllm.saves import SaveBook
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 SAVE_JOB_BYTES = 16 << 20
 """A save's blocks are gathered, written and let go together; several go side by side."""
 
-FREES_SOON_S = 1.0
+FREES_SOON_S = 0.2
 """A save younger than this makes the engine wait for its blocks instead of preempting a request."""
 
 log = logging.getLogger("vllm.kvpool")
@@ -60,12 +61,12 @@ class PoolScheduler:
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         pinned_max = int(config.save_pinned_fraction * kv_cache_config.num_blocks)
         self.book = RequestBook(time.monotonic, config.lookup_timeout_s, config.lease_s)
-        self.saves = SaveBook(time.monotonic, pinned_max, config.save_timeout_s)
+        saves = SaveBook(time.monotonic, pinned_max, config.save_timeout_s)
+        self.saver = Saver(self.book, saves, self._count)
         self._live: dict[str, Request] = {}
         self._timer = StepTimer(time.monotonic)
         self._budget_s = config.step_budget_s
         self._ready_loads: list[LoadJob] = []
-        self._ready_saves: list[SaveJob] = []
         self._manager: KVCacheManager | None = None
         self._ranks = 0
         self._namespace: Namespace | None = None
@@ -78,6 +79,7 @@ class PoolScheduler:
     def bind(self, manager: "KVCacheManager") -> None:
         """Keep the cache manager: saves reference its blocks."""
         self._manager = manager
+        self.saver.bind(manager.block_pool)
 
     def agree(self, ranks: Mapping[tuple[int, int], RankFingerprint | str]) -> None:
         """All workers have said what they hold, or why they cannot take part; opens the pool, or says why not."""
@@ -92,6 +94,7 @@ class PoolScheduler:
             return
         self._ranks = len(ranks)
         self._gate = Gate(time.monotonic, namespace.block_bytes * namespace.shards, namespace.block_tokens)
+        self.saver.job_blocks = max(1, min(SAVE_JOB_BYTES // namespace.block_bytes, RESERVE_BLOCKS_MAX))
         self._open(namespace)
 
     @property
@@ -169,7 +172,9 @@ class PoolScheduler:
             external_tokens // self._block_tokens,
             self._ranks,
         )
-        if job is not None:
+        if job is None:
+            self._release(self.book.take_lease(request.request_id))
+        else:
             self._ready_loads.append(job)
 
     # Steps
@@ -181,10 +186,16 @@ class PoolScheduler:
             return StepJobs()
         timed = self._timer.sent(output.total_num_scheduled_tokens)
         self._take_answers()
-        self._plan_saves(output)
-        self._take_reservations()
+        try:
+            if self._role != "kv_consumer":
+                self._plan_saves(output)
+            if self._calls is not None:
+                self.saver.take_reservations(self._calls, self._table)
+        except Exception:  # loads go out whatever becomes of saves: their requests wait for them
+            self.stats.count("hook_failures")
+            log.exception("kvpool: saves could not be planned")
         loads, self._ready_loads = self._ready_loads, []
-        saves, self._ready_saves = self._ready_saves, []
+        saves = self.saver.take_ready()
         document = self._namespace.document if loads or saves else b""
         return StepJobs(document, loads, saves, timed)
 
@@ -198,30 +209,34 @@ class PoolScheduler:
             for rank in reports:
                 self._load_reported(number, rank)
         for number, saved in report.saves.items():
-            self._save_reported(number, saved)
+            self.saver.reported(self._calls, number, saved, self._ranks)
 
     def finished(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """A request leaves, in whatever state; what it computed is saved, unless its load had not ended."""
         if self._live.pop(request.request_id, None) is None:
             return
-        if block_ids and block_ids[0]:
+        if block_ids and self._calls is not None and self._role != "kv_consumer":
             computed = min(request.num_computed_tokens, request.num_tokens)
-            self._save(request, computed, block_ids[0], last=True)
+            chain = self._chain_saved(request, computed)
+            self.saver.save(self._calls, chain, request.request_id, block_ids[0], last=True)
         self._release(self.book.finished(request.request_id))
 
     def frees_soon(self) -> bool:
         """Whether saves will let blocks go in a moment."""
-        return self.saves.younger_than(FREES_SOON_S)
+        return self.saver.book.younger_than(FREES_SOON_S)
 
     def saves_pending(self) -> bool:
         """Whether an idle engine must go on stepping for saves to end."""
-        return self.saves.pending()
+        return self.saver.book.pending()
 
     def take_stats(self) -> KVPoolStats | None:
         """Counts since the last call."""
+        if self.book.late_lookups:
+            self.stats.count("lookup_timeouts", self.book.late_lookups)
+            self.book.late_lookups = 0
         if self.stats.is_empty():
             return None
-        self.stats.gauge("pinned_blocks", self.saves.pinned_blocks)
+        self.stats.gauge("pinned_blocks", self.saver.book.pinned_blocks)
         taken, self.stats = self.stats, KVPoolStats()
         return taken
 
@@ -315,11 +330,9 @@ class PoolScheduler:
                 loading.job.request_id, wanted, loaded, report.reason,
             )  # fmt: skip
 
-    # Saves
-
     def _plan_saves(self, output: "SchedulerOutput") -> None:
         state = output.kv_connector_block_state
-        if self._role == "kv_consumer" or state is None:
+        if self._calls is None or state is None:
             return
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self._live.get(request_id)
@@ -330,107 +343,23 @@ class PoolScheduler:
             if len(self.book.unsaved(request_id, computed // self._block_tokens)):
                 table = state.get_block_ids(request_id)
                 if table:
-                    self._save(request, computed, table[0])
+                    self.saver.save(self._calls, self._chain_saved(request, computed), request_id, table[0])
 
-    def _save(self, request: "Request", computed: int, table: Sequence[int], *, last: bool = False) -> None:
-        """Plan to save the request's full blocks that are not; those that find no room wait, or are dropped at last."""
-        if self._role == "kv_consumer":
-            return
-        chain = self._chain(request)
-        tokens = computed if self._config.save_decode else min(computed, request.num_prompt_tokens)
-        full = min(tokens // self._block_tokens, len(chain), len(table), MATCH_BLOCKS_MAX)
-        blocks = self.book.unsaved(request.request_id, full)
-        step = max(1, min(SAVE_JOB_BYTES // self._job_block_bytes, RESERVE_BLOCKS_MAX))
-        while blocks:
-            some = blocks[: min(step, self.saves.room())]
-            if not some or self._calls is None or not self._calls.available():
-                if last:
-                    self.stats.count("save_dropped_blocks", len(blocks))
-                return
-            self._begin_save(
-                request.request_id, b"".join(chain[: some.stop]), some.start, table[some.start : some.stop]
-            )
-            self.book.saving(request.request_id, some.stop)
-            blocks = blocks[len(some) :]
-
-    @property
-    def _job_block_bytes(self) -> int:
-        return self._namespace.block_bytes if self._namespace else 1
-
-    def _begin_save(
-        self, request_id: str, hashes: bytes, first: int, table: Sequence[int], *, replanned: bool = False
-    ) -> None:
-        assert self._calls is not None
-        assert self._manager is not None
-        pool = self._manager.block_pool
-        blocks = list(table)
-        pool.touch([pool.blocks[block] for block in blocks])
-        saving = self.saves.planned(self.book.number(), request_id, hashes, first, blocks, replanned=replanned)
-        self._calls.reserve(saving.number, hashes, first)
-
-    def _take_reservations(self) -> None:
-        while self._calls is not None:
-            try:
-                self._reserved(self._calls.reservations.get_nowait())
-            except queue.Empty:
-                return
-
-    def _reserved(self, answer: Reserved) -> None:
-        saving = self.saves.find(answer.number)
-        if saving is None:
-            return
-        reservation = answer.reservation
-        if reservation is None:
-            self.stats.count("save_dropped_blocks", len(saving.blocks))
-            self._end_save(saving)
-        elif reservation.missing_from is not None:
-            self._replan(saving, reservation.missing_from)
-        else:
-            existing = reservation.wants.count(Want.EXISTS) + reservation.wants.count(Want.IN_FLIGHT)
-            self.stats.count("save_existing_blocks", existing)
-            self.stats.count("save_dropped_blocks", reservation.wants.count(Want.NO_ROOM))
-            if wanted_blocks(reservation):
-                self._ready_saves.append(self.saves.reserved(saving, reservation))
-            else:
-                self._end_save(saving)
-
-    def _replan(self, saving: Saving, missing_from: int) -> None:
-        """An ancestor has left the pool: save from there while the request has its blocks, else give up."""
-        table = self._table(saving.request_id)
-        room = self.saves.room() + len(saving.blocks) >= saving.end - missing_from
-        fits = 0 <= missing_from < saving.first and saving.end <= len(table)
-        if saving.replanned or not fits or not room:
-            self.stats.count("save_dropped_blocks", len(saving.blocks))
-        else:
-            self.stats.count("save_replans")
-            hashes = saving.hashes[: saving.end * HASH_BYTES]
-            self._begin_save(saving.request_id, hashes, missing_from, table[missing_from : saving.end], replanned=True)
-        self._end_save(saving)
+    def _chain_saved(self, request: "Request", computed_tokens: int) -> Sequence[bytes]:
+        """Hashes of the blocks that are to be in the pool once so many tokens are computed."""
+        tokens = computed_tokens if self._config.save_decode else min(computed_tokens, request.num_prompt_tokens)
+        return self._chain(request)[: tokens // self._block_tokens]
 
     def _table(self, request_id: str) -> Sequence[int]:
-        """The block ids of a request that runs; empty for any other."""
+        """The block ids of a request that runs, as far as it is computed; empty for any other."""
         request = self._live.get(request_id)
         if request is None or self._manager is None or not request.num_computed_tokens:
             return ()
         ids: Sequence[int] = self._manager.get_block_ids(request_id)[0]
         return ids[: request.num_computed_tokens // self._block_tokens]
 
-    def _save_reported(self, number: int, report: SaveReport) -> None:
-        saving = self.saves.reported(number, report, self._ranks)
-        if saving is None or saving.report is None or saving.reservation is None:
-            return
-        failed = saving.report.failed
-        if failed and self._calls is not None:
-            self._calls.abort(saving.reservation, sorted(failed), crowded=saving.report.crowded)
-        self.stats.count("save_blocks", wanted_blocks(saving.reservation) - len(failed))
-        self.stats.count("save_dropped_blocks", len(failed))
-        self._end_save(saving)
-
-    def _end_save(self, saving: Saving) -> None:
-        assert self._manager is not None
-        pool = self._manager.block_pool
-        blocks = self.saves.ended(saving.number)
-        pool.free_blocks(pool.blocks[block] for block in reversed(blocks))
+    def _count(self, name: str, by: int) -> None:
+        self.stats.count(name, by)
 
 
 def _say_differences(client: Client, ours: Namespace) -> None:

@@ -109,19 +109,27 @@ class PoolWorker:
         if step.timed_step:
             with self._lock:
                 self._results.report = self._results.report.merge(WorkerReport(timed_step=step.timed_step))
-        self._use(step.namespace)
-        fence = self._pages.fence() if step.loads and self._pages else None
         for job in step.loads:
             with self._lock:
                 self._running[job.number] = job
-            self._loads.submit(self._load, job, fence, time.monotonic())
+            try:
+                self._use(step.namespace)
+                self._loads.submit(self._load, job, self._fence(), time.monotonic())
+            except Exception as error:
+                log.exception("kvpool: load %d could not begin", job.number)
+                self._load_ended(job, 0, f"{type(error).__name__}: {error}", 0.0)
 
     def begin_saves(self, step: StepJobs) -> None:
         """Start this step's saves; the steps that compute their blocks have been launched."""
-        self._use(step.namespace)
-        fence = self._pages.fence() if step.saves and self._pages else None
         for job in step.saves:
-            self._saves.submit(self._save, job, fence, time.monotonic())
+            try:
+                self._use(step.namespace)
+                self._saves.submit(self._save, job, self._fence(), time.monotonic())
+            except Exception:
+                log.exception("kvpool: save %d could not begin", job.number)
+                self._save_ended(
+                    job, SaveReport(1, frozenset(_wanted(job)), crowded=False, size_bytes=0, elapsed_s=0.0)
+                )
 
     def cancel(self, request_ids: set[str]) -> None:
         """Requests have left: their loads end as soon as they can, and are still reported."""
@@ -173,9 +181,10 @@ class PoolWorker:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             log.exception("kvpool: load %d of request %s failed", job.number, job.request_id)
-        wanted = len(job.blocks)
-        assert self._pages is not None
-        size_bytes, elapsed_s = loaded * self._pages.runs.block_bytes, time.monotonic() - arrived_s
+        self._load_ended(job, loaded, reason, time.monotonic() - arrived_s)
+
+    def _load_ended(self, job: LoadJob, loaded: int, reason: str, elapsed_s: float) -> None:
+        wanted, size_bytes = len(job.blocks), loaded * self._block_bytes
         report = LoadReport(None if loaded == wanted else loaded, reason, size_bytes, elapsed_s)
         with self._lock:
             self._running.pop(job.number, None)
@@ -212,7 +221,7 @@ class PoolWorker:
     # Saves
 
     def _save(self, job: SaveJob, fence: Any, arrived_s: float) -> None:  # noqa: ANN401 - see Pages.fence
-        wanted = [i for i, want in enumerate(job.reservation.wants) if want == Want.WANTED]
+        wanted = _wanted(job)
         failed, crowded, size_bytes = frozenset(wanted), False, 0
         try:
             if not self._writes:
@@ -225,12 +234,13 @@ class PoolWorker:
                     size_bytes = len(written[0]) * self._block_bytes
         except Exception:
             log.exception("kvpool: save %d failed", job.number)
-        elapsed_s = time.monotonic() - arrived_s
-        report = SaveReport(1, failed, crowded, size_bytes, elapsed_s)
+        self._save_ended(job, SaveReport(1, failed, crowded, size_bytes, time.monotonic() - arrived_s))
+
+    def _save_ended(self, job: SaveJob, report: SaveReport) -> None:
         with self._lock:
             self._results.report = self._results.report.merge(WorkerReport(saves={job.number: report}))
-            self.stats.count("save_bytes", size_bytes)
-            self.stats.observe("save_seconds", elapsed_s)
+            self.stats.count("save_bytes", report.size_bytes)
+            self.stats.observe("save_seconds", report.elapsed_s)
 
     def _write(self, job: SaveJob, wanted: list[int], fence: Any, left_s: float) -> tuple[tuple[int, ...], bool] | None:  # noqa: ANN401
         """Write the wanted blocks; indexes of those committed, and whether a node was crowded."""
@@ -244,6 +254,9 @@ class PoolWorker:
         pages.gather([job.blocks[i] for i in wanted], staging)
         return _write_wanted(keyspace, job.reservation, staging, wanted, self._shard, left_s)
 
+    def _fence(self) -> Any:  # noqa: ANN401 - see Pages.fence
+        return self._pages.fence() if self._pages is not None else None
+
     @property
     def _block_bytes(self) -> int:
         return self._pages.runs.block_bytes if self._pages else 1
@@ -255,6 +268,11 @@ class PoolWorker:
         if held is None or len(held) < blocks:
             held = self._staging.memory = np.empty((blocks, self._block_bytes), np.uint8)
         return held
+
+
+def _wanted(job: SaveJob) -> list[int]:
+    """Indexes of the blocks that the reservation has places for."""
+    return [i for i, want in enumerate(job.reservation.wants) if want == Want.WANTED]
 
 
 def unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
