@@ -1,7 +1,7 @@
 """The directory of blocks. `Directory` is the interface; the other modules are its parts."""
 
 from kvpool.core.directory.directory import Directory
-from kvpool.core.directory.inventory import AnnouncedBlock
+from kvpool.core.directory.inventory import AnnouncedBlock, Inventory
 from kvpool.core.directory.outbox import FreeSlot
 from kvpool.core.directory.results import (
     CommitStatus,
@@ -25,6 +25,7 @@ __all__ = [
     "DirectoryConfig",
     "DirectoryStats",
     "FreeSlot",
+    "Inventory",
     "Location",
     "Match",
     "MissReason",

@@ -8,7 +8,10 @@ from array import array
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from kvpool.core.directory.table import NIL, ROOT, BlockState, BlockTable, Rows
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.core.directory.table import NIL, ROOT, BlockState, BlockTable, Rows, view
 
 Index = dict[bytes, int]
 
@@ -29,13 +32,13 @@ class Chains:
         self.indexes: list[Index] = []
         self._on_change = on_change
         self._on_fold = on_fold
-        self._waiting: list[dict[bytes, set[int]]] = []
+        self.waiting: list[dict[bytes, set[int]]] = []
         self._waits_for: dict[int, bytes] = {}
 
     def add_namespace(self) -> int:
         """Number of a new, empty namespace."""
         self.indexes.append({})
-        self._waiting.append({})
+        self.waiting.append({})
         return len(self.indexes) - 1
 
     def insert(self, namespace: int, block_hash: bytes, parent_hash: bytes, shards: int, now_us: int) -> int:
@@ -43,14 +46,14 @@ class Chains:
         row = self.blocks.add(block_hash, namespace, shards, now_us)
         self.indexes[namespace][block_hash] = row
         self._attach(row, namespace, parent_hash)
-        for orphan in sorted(self._waiting[namespace].pop(block_hash, ())):
+        for orphan in sorted(self.waiting[namespace].pop(block_hash, ())):
             del self._waits_for[orphan]
             self._link(orphan, row)
         return row
 
     def insert_run(self, namespace: int, hashes: list[bytes], parent_hash: bytes, shards: int, now_us: int) -> Rows:
         """`insert` for new blocks that follow one another below ``parent_hash``."""
-        if self._waiting[namespace]:
+        if self.waiting[namespace]:
             above = [parent_hash, *hashes]
             return [self.insert(namespace, h, above[i], shards, now_us) for i, h in enumerate(hashes)]
         blocks = self.blocks
@@ -67,12 +70,43 @@ class Chains:
             blocks.next_sibling[row] = blocks.previous_sibling[row] = NIL
         return rows
 
+    def insert_forest(
+        self, namespace: int, hashes: list[bytes], parent_hashes: list[bytes], above: NDArray[np.int32], now_us: int
+    ) -> NDArray[np.int32]:
+        """`insert` for many new blocks of one shard that no block waits for; their rows.
+
+        ``above`` is the index of each one's parent among ``hashes``, or NIL: it may follow its children, but must not
+        lie below them.
+        """
+        index = self.indexes[namespace]
+        rows = np.array(self.blocks.add_run(hashes, namespace, 1, now_us), np.int32)
+        index.update(zip(hashes, rows.tolist(), strict=True))
+        parents = np.where(above >= 0, rows[above], NIL).astype(np.int32)
+        for i in np.flatnonzero(above < 0).tolist():
+            parent_hash = parent_hashes[i]
+            parents[i] = index.get(parent_hash, NIL) if parent_hash else ROOT
+            if parents[i] == NIL:
+                self._wait(int(rows[i]), namespace, parent_hash)
+        view(self.blocks.parent)[rows] = parents
+        self._link_all(rows[parents >= 0], parents[parents >= 0])
+        return rows
+
+    def complete_forest(self, rows: NDArray[np.int32], top: NDArray[np.int32]) -> None:
+        """`complete` for all blocks of `insert_forest`; ``top`` is the index of the highest one above each."""
+        blocks = self.blocks
+        parents = view(blocks.parent)[rows[top]]
+        is_visible = (parents == ROOT) | ((parents >= 0) & (view(blocks.state)[parents] == BlockState.VISIBLE))
+        view(blocks.missing_shards)[rows] = 0
+        view(blocks.state)[rows] = np.where(is_visible, BlockState.VISIBLE, BlockState.DORMANT)
+        for row in rows[view(blocks.first_child)[rows] == NIL].tolist():
+            self._on_change(row)
+
     def would_loop(self, namespace: int, hashes: list[bytes], parent_hash: bytes) -> bool:
         """Whether ``parent_hash`` lies below one of the new ``hashes``.
 
         No engine makes such hashes; but a ring has no leaf, so nothing could ever evict it.
         """
-        waiting = self._waiting[namespace]
+        waiting = self.waiting[namespace]
         if not waiting or not any(block_hash in waiting for block_hash in hashes):
             return False
         row = self.indexes[namespace].get(parent_hash, NIL)
@@ -154,7 +188,7 @@ class Chains:
                 assert blocks.namespace[row] == namespace
                 assert blocks.state[row] != BlockState.FREE
                 self._check_row(row, namespace)
-            for parent_hash, orphans in self._waiting[namespace].items():
+            for parent_hash, orphans in self.waiting[namespace].items():
                 assert parent_hash not in index
                 assert orphans
                 assert all(self._waits_for[orphan] == parent_hash for orphan in orphans)
@@ -213,6 +247,23 @@ class Chains:
             blocks.previous_sibling[eldest] = row
         blocks.first_child[parent] = row
 
+    def _link_all(self, rows: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
+        """`_link` for each: the last one of a parent is its first child."""
+        if not len(rows):
+            return
+        blocks = self.blocks
+        order = np.argsort(parents, kind="stable")[::-1]
+        rows, parents = rows[order], parents[order]
+        begins = np.append(True, parents[1:] != parents[:-1])
+        ends = np.append(begins[1:], True)
+        eldest = view(blocks.first_child)[parents[ends]]
+        view(blocks.next_sibling)[rows] = np.append(rows[1:], np.int32(NIL))
+        view(blocks.next_sibling)[rows[ends]] = eldest
+        view(blocks.previous_sibling)[rows] = np.append(np.int32(NIL), rows[:-1])
+        view(blocks.previous_sibling)[rows[begins]] = NIL
+        view(blocks.previous_sibling)[eldest[eldest != NIL]] = rows[ends][eldest != NIL]
+        view(blocks.first_child)[parents[begins]] = rows[begins]
+
     def _unlink(self, row: int, parent: int) -> None:
         blocks = self.blocks
         before, after = blocks.previous_sibling[row], blocks.next_sibling[row]
@@ -225,12 +276,12 @@ class Chains:
 
     def _wait(self, row: int, namespace: int, parent_hash: bytes) -> None:
         self.blocks.parent[row] = NIL
-        self._waiting[namespace].setdefault(parent_hash, set()).add(row)
+        self.waiting[namespace].setdefault(parent_hash, set()).add(row)
         self._waits_for[row] = parent_hash
 
     def _stop_waiting(self, row: int, namespace: int) -> None:
         parent_hash = self._waits_for.pop(row)
-        orphans = self._waiting[namespace][parent_hash]
+        orphans = self.waiting[namespace][parent_hash]
         orphans.discard(row)
         if not orphans:
-            del self._waiting[namespace][parent_hash]
+            del self.waiting[namespace][parent_hash]

@@ -101,6 +101,8 @@ def _make_hole(state: DirectoryState, segment: int, slot_bytes: int) -> None:
 
     Neighbours in a chain are often neighbours in memory: a few slots' worth of the oldest leaves leave a hole.
     """
+    if state.placements.segments[segment].spared_until_us > state.now_us():
+        return
     goal_bytes = state.placements.segments[segment].used_bytes - HOLE_FACTOR * slot_bytes
     while state.placements.segments[segment].used_bytes > goal_bytes:
         victim = state.policy.first(segment, state.now_us())
