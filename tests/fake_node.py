@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from kvpool.core.directory import AnnouncedBlock, CommitStatus, Directory, DirectoryConfig, FreeSlot, Inventory, ReserveResult
+from kvpool.core.directory import (
+    AnnouncedBlock,
+    CommitStatus,
+    Directory,
+    DirectoryConfig,
+    FreeSlot,
+    Inventory,
+    ReserveResult,
+)
 from kvpool.core.keys import NO_PARENT, chain_hashes
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.namespace import Namespace

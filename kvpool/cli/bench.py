@@ -8,9 +8,11 @@ import typer
 from rich.console import Group, RenderableType
 
 from kvpool.bench import lookup as lookups
+from kvpool.bench import recovery as recoveries
 from kvpool.bench import store as stores
 from kvpool.bench import transfer as transfers
 from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
+from kvpool.bench.recovery import RecoveryRow
 from kvpool.bench.store import StoreRow, StoreSettings
 from kvpool.bench.transfer import TransferRow, TransferSettings
 from kvpool.cli.output import Format, FormatOption, emit, table
@@ -20,9 +22,10 @@ from kvpool.core.units import format_size, parse_size
 from kvpool.ops.logging import configure
 from kvpool.ops.settings import LogSettings
 
-Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow
+Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow | RecoveryRow
 
 MEMORY_BLOCKS = 1_000_000
+RECOVERY_BLOCKS = 1_000_000
 
 bench = typer.Typer()
 
@@ -100,6 +103,16 @@ def store(
     _show(_store_rows(StoreSettings(blocks=blocks, rounds=rounds, samples=samples)), output)
 
 
+@bench.command()
+def recovery(
+    *,
+    blocks: Annotated[int, typer.Option(help="Blocks that the node holds.")] = RECOVERY_BLOCKS,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    """Kill and restart the metadata service and a node, and time until the pool is whole again."""
+    _show(recoveries.measure_recovery(blocks), output)
+
+
 @bench.command(name="all")
 def all_(*, output: FormatOption = Format.TEXT) -> None:
     """Run every benchmark with its defaults; takes a few minutes."""
@@ -108,6 +121,7 @@ def all_(*, output: FormatOption = Format.TEXT) -> None:
         _transfer_rows(TransferSettings(transport=t, op=op, block_bytes=size) for t, op, size in products),
         _lookup_rows(lookups.SIZES, 1_000, MEMORY_BLOCKS),
         _store_rows(StoreSettings()),
+        recoveries.measure_recovery(RECOVERY_BLOCKS),
     ):
         _show(rows, output)
 
@@ -135,7 +149,7 @@ def _show(rows: Iterable[Row], output: Format) -> None:
         if output is Format.JSON:
             emit(row, output, "")
     if output is Format.TEXT:
-        for view in (_transfers(done), _lookups(done), _cores(done), _memory(done), _stores(done)):
+        for view in (_transfers(done), _lookups(done), _cores(done), _memory(done), _stores(done), _recoveries(done)):
             if view is not None:
                 emit(None, output, view)
 
@@ -213,6 +227,21 @@ def _stores(rows: Sequence[Row]) -> RenderableType | None:
         )
     ]
     return table(("store", "#measured", "#target"), cells) if cells else None
+
+
+def _recoveries(rows: Sequence[Row]) -> RenderableType | None:
+    cells = [
+        (
+            row.what.replace("_", " "),
+            f"{row.blocks:,}",
+            f"{row.seconds:.2f}",
+            _target(recoveries.TARGETS_S.get(row.what), "<="),
+            f"{row.lookup_max_ms:.1f}",
+        )
+        for row in rows
+        if isinstance(row, RecoveryRow)
+    ]
+    return table(("whole again after", "#blocks", "#s", "#target", "#slowest look-up ms"), cells) if cells else None
 
 
 def _target(value: float | None, relation: str) -> str:

@@ -7,7 +7,16 @@ from itertools import product
 from fake_node import FakeSegment, HeldSlot, chain, make_namespace
 
 from kvpool.core.clock import FOREVER_US, microseconds
-from kvpool.core.directory import BlockState, CommitStatus, Directory, DirectoryConfig, FreeSlot, Inventory, ReserveResult, Want
+from kvpool.core.directory import (
+    BlockState,
+    CommitStatus,
+    Directory,
+    DirectoryConfig,
+    FreeSlot,
+    Inventory,
+    ReserveResult,
+    Want,
+)
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.namespace import Namespace
 from kvpool.testing import ManualClock

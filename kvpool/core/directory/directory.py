@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.clock import FOREVER_US, Clock, microseconds
-from kvpool.core.directory import inventory, losing, lookup, writing
+from kvpool.core.directory import inventory, lookup, losing, writing
 from kvpool.core.directory.inventory import Inventory
 from kvpool.core.directory.outbox import FreeSlot, Outbox
 from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, Match, ReserveResult

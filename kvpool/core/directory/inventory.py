@@ -60,21 +60,32 @@ class Inventory:
 
     def block(self, i: int) -> AnnouncedBlock:
         """One of them."""
-        numbers = (self.shards, self.slots, self.generations, self.checksums)
-        return AnnouncedBlock(self.hashes[i], self.parents[i], *(int(n[i]) for n in numbers), float(self.ages_s[i]))
+        return AnnouncedBlock(
+            hash=self.hashes[i],
+            parent=self.parents[i],
+            shard=int(self.shards[i]),
+            slot=int(self.slots[i]),
+            generation=int(self.generations[i]),
+            checksum=int(self.checksums[i]),
+            age_s=float(self.ages_s[i]),
+        )
 
     def select(self, chosen: Sequence[int]) -> "Inventory":
         """Some of them."""
         if len(chosen) == len(self):
             return self
-        columns = (self.shards, self.slots, self.generations, self.checksums, self.ages_s)
-        hashes, parents = [self.hashes[i] for i in chosen], [self.parents[i] for i in chosen]
-        return Inventory(hashes, parents, *(column[chosen] for column in columns))
+        return Inventory(
+            [self.hashes[i] for i in chosen],
+            [self.parents[i] for i in chosen],
+            self.shards[chosen],
+            self.slots[chosen],
+            self.generations[chosen],
+            self.checksums[chosen],
+            self.ages_s[chosen],
+        )
 
 
-def announce(
-    state: DirectoryState, segment: Segment, entry: NamespaceEntry, part: Inventory
-) -> NDArray[np.bool_]:
+def announce(state: DirectoryState, segment: Segment, entry: NamespaceEntry, part: Inventory) -> NDArray[np.bool_]:
     """See `Directory.announce`."""
     segment.spared_until_us = state.spared_until_us
     wanted = np.zeros(len(part), np.bool_)

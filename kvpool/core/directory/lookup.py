@@ -22,7 +22,7 @@ LEASE_MARGIN_S = 0.25
 """The grantor holds a lease this much longer than it says, so that it outlasts the holder's own count."""
 
 
-_UNSURE = (MissReason.COLD, MissReason.PARENT_MISSING, MissReason.NODE_DOWN)
+_UNSURE = (MissReason.COLD, MissReason.PARENT_MISSING)
 
 
 def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int, lease_s: float) -> Match:
@@ -110,7 +110,8 @@ def _known_reason(state: DirectoryState, entry: NamespaceEntry, block_hash: byte
         return MissReason.IN_FLIGHT
     if state.blocks.missing_shards[row]:
         tombstone = state.tombstones.find(entry.number, block_hash)
-        return tombstone.reason if tombstone else MissReason.NODE_DOWN
+        unknown = MissReason.RECOVERING if state.recovering else MissReason.NODE_DOWN
+        return tombstone.reason if tombstone else unknown
     return MissReason.PARENT_MISSING
 
 

@@ -32,6 +32,8 @@ class DirectoryConfig:
         tombstones: How many departed blocks `explain` remembers.
         spare_s: How long after its start nothing is evicted from segments that announced blocks: readers may hold
             leases on them that an earlier directory gave.
+        epoch: Up to 31 bits that every reservation and lease number begins with: random ones make numbers that an
+            earlier directory gave name nothing here.
     """
 
     policy: str = "lru"
@@ -40,6 +42,7 @@ class DirectoryConfig:
     age_slack: float = 0.05
     tombstones: int = 65_536
     spare_s: float = 0.0
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +63,11 @@ class DirectoryState:
         self.counts: Counter[str] = Counter()
         self.blocks = BlockTable()
         self.policy = create_policy(config.policy, self.blocks)
-        self.leases = LeaseLedger()
+        self.leases = LeaseLedger(config.epoch << 32)
         self.chains = Chains(self.blocks, self.policy.changed, self.leases.move)
         self.placements = Placements(self.blocks)
         self.placer = Placer(self.placements, self.policy, self.evict, config.age_slack)
-        self.reservations = Reservations()
+        self.reservations = Reservations(config.epoch << 32)
         self.tombstones = Tombstones(config.tombstones)
         self.outboxes: dict[str, Outbox] = {}
         self.namespaces: dict[bytes, NamespaceEntry] = {}
