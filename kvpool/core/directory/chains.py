@@ -95,7 +95,8 @@ class Chains:
         """`complete` for all blocks of `insert_forest`; ``top`` is the index of the highest one above each."""
         blocks = self.blocks
         parents = view(blocks.parent)[rows[top]]
-        is_visible = (parents == ROOT) | ((parents >= 0) & (view(blocks.state)[parents] == BlockState.VISIBLE))
+        above = view(blocks.state)[np.maximum(parents, 0)]
+        is_visible = (parents == ROOT) | ((parents >= 0) & (above == BlockState.VISIBLE))
         view(blocks.missing_shards)[rows] = 0
         view(blocks.state)[rows] = np.where(is_visible, BlockState.VISIBLE, BlockState.DORMANT)
         for row in rows[view(blocks.first_child)[rows] == NIL].tolist():
