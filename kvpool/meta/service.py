@@ -193,16 +193,13 @@ class MetaService:
         with self._lock:
             return self._directory.abort(reservation, hashes, crowded=crowded)
 
-    def report_bad(self, namespace_id: bytes, block_hash: bytes, segment: int, slot: int, generation: int) -> bool:
+    def report_bad(self, namespace_id: bytes, block_hash: bytes, segment_id: bytes, slot: int, generation: int) -> bool:
         """See `Directory.report_bad`; False for a segment that is not open any more."""
         with self._lock:
-            segment_id = next((s.segment_id for s in self._directory.segments() if s.number == segment), None)
-            if segment_id is None:
-                return False
             dropped = self._directory.report_bad(segment_id, _checked_id(namespace_id), block_hash, slot, generation)
             self._orders_changed.notify_all()
         if dropped:
-            log.warning("bad_block_reported", block=block_hash.hex()[:8], segment=segment, slot=slot)
+            log.warning("bad_block_reported", block=block_hash.hex()[:8], segment=segment_id.hex()[:8], slot=slot)
         return dropped
 
     def topology(self, known_version: int) -> Topology | None:

@@ -86,9 +86,9 @@ def start_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     """Starts pools of some nodes; all are gone after the test."""
     with ExitStack() as stack:
 
-        def start(nodes: int = 1, size: str = "32MiB") -> Pool:
+        def start(nodes: int = 1, size: str = "32MiB", **meta: object) -> Pool:
             pool = Pool(tmp_path_factory.mktemp("pool"), stack)
-            pool.start_meta()
+            pool.start_meta(**meta)
             for i in range(nodes):
                 pool.start_node(f"n{i}", size)
             return pool
