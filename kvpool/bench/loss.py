@@ -118,4 +118,3 @@ class _Replay:
                 self._generation += 1
                 written.append((hashes[index], shard, self._generation & 0x7FFF_FFFF, self._generation, 0))
             self._directory.commit(reserved.reservation, self._ids[number], written)
-

@@ -230,7 +230,8 @@ class Chains:
             found += heads.tolist()
             heads = following[heads]
             heads = heads[heads != NIL]
-        for child in heads.tolist():
+        for head in heads.tolist():
+            child = head
             while child != NIL:
                 found.append(child)
                 child = self.blocks.next_sibling[child]
