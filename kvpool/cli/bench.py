@@ -258,13 +258,18 @@ def _recoveries(rows: Sequence[Row]) -> RenderableType | None:
             row.what.replace("_", " "),
             f"{row.blocks:,}",
             f"{row.seconds:.2f}",
+            f"{row.cpu_s:.2f}",
             _target(recoveries.TARGETS_S.get(row.what), "<="),
             f"{row.lookup_max_ms:.1f}",
         )
         for row in rows
         if isinstance(row, RecoveryRow)
     ]
-    return table(("whole again after", "#blocks", "#s", "#target", "#slowest look-up ms"), cells) if cells else None
+    return (
+        table(("whole again after", "#blocks", "#s", "#CPU s", "#target", "#slowest look-up ms"), cells)
+        if cells
+        else None
+    )
 
 
 def _losses(rows: Sequence[Row]) -> RenderableType | None:

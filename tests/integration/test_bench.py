@@ -94,7 +94,7 @@ def test_recovery_has_a_row_for_each_fault_and_one_for_the_hits_that_a_loss_cost
     rows = rows_of(place, "recovery", "--blocks", "2048")
 
     faults, (loss,) = rows[:-1], rows[-1:]
-    assert [list(row) for row in faults] == [["bench", "what", "blocks", "seconds", "lookup_max_ms"]] * 4
+    assert [list(row) for row in faults] == [["bench", "what", "blocks", "seconds", "cpu_s", "lookup_max_ms"]] * 4
     assert {(row["bench"], row["blocks"]) for row in faults} == {("recovery", 2048)}
     assert [row["what"] for row in faults] == ["reconnect", "metadata_restart", "node_restart", "node_loss"]
     assert list(loss) == ["bench", "what", "nodes", "lost_blocks", "requests", "hit_rate", "at_once", "later"]
