@@ -123,7 +123,7 @@ class Chains:
         if self._parent_is_visible(row):
             self._wake(row)
         else:
-            self._set_state(row, BlockState.DORMANT)
+            self._set_states([row], BlockState.DORMANT)
 
     def doze(self, *rows: int) -> None:
         """Make blocks of one parent dormant, and the visible part of their subtrees with them.
@@ -211,12 +211,24 @@ class Chains:
             assert not self._parent_is_visible(row), "a complete block wakes with its parent"
 
     def _wake(self, row: int) -> None:
-        states, missing = self.blocks.state, self.blocks.missing_shards
-        level = [row]
-        while level:
-            self._set_states(level, BlockState.VISIBLE)
-            below = self._below(level)
-            level = [child for child in below if states[child] == BlockState.DORMANT and not missing[child]]
+        blocks = self.blocks
+        states, missing = blocks.state, blocks.missing_shards
+        stack = [row]
+        while stack:
+            if len(stack) >= WIDE:
+                self._set_states(stack, BlockState.VISIBLE)
+                below = self._below(stack)
+                stack = [child for child in below if states[child] == BlockState.DORMANT and not missing[child]]
+                continue
+            row = stack.pop()
+            states[row] = BlockState.VISIBLE
+            child = blocks.first_child[row]
+            if child == NIL:
+                self._on_change(row)
+            while child != NIL:
+                if states[child] == BlockState.DORMANT and not missing[child]:
+                    stack.append(child)
+                child = blocks.next_sibling[child]
 
     def _below(self, rows: list[int]) -> list[int]:
         """The children of all ``rows``: many at a time, since a prompt that all share may have a million below it."""
@@ -248,9 +260,6 @@ class Chains:
             return
         for row in rows:
             self.fold(row, ancestor)
-
-    def _set_state(self, row: int, state: BlockState) -> None:
-        self._set_states([row], state)
 
     def _set_states(self, rows: list[int], state: BlockState) -> None:
         states, first_child = self.blocks.state, self.blocks.first_child
