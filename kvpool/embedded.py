@@ -21,7 +21,8 @@ class EmbeddedPool:
     """
 
     def __init__(self, meta: MetaSettings, *nodes: NodeSettings) -> None:
-        self.meta = MetaServer(meta)
+        expected = meta.expected_nodes or len(nodes)
+        self.meta = MetaServer(meta.model_copy(update={"expected_nodes": expected}))
         self.nodes: list[NodeServer] = []
         self._node_settings = nodes
         self._running = ExitStack()

@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from kvpool.core.directory import AnnouncedBlock, CommitStatus, Directory, DirectoryConfig, FreeSlot, ReserveResult
+from kvpool.core.directory import (
+    AnnouncedBlock,
+    CommitStatus,
+    Directory,
+    DirectoryConfig,
+    FreeSlot,
+    Inventory,
+    ReserveResult,
+)
 from kvpool.core.keys import NO_PARENT, chain_hashes
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.namespace import Namespace
@@ -113,7 +121,8 @@ class SmallPool:
 
     def announce(self, segment: FakeSegment, slots: list[HeldSlot]) -> list[bool]:
         """The node announces ``slots``, all of one namespace, and frees what the directory does not want."""
-        wanted = self.directory.announce(segment.segment_id, slots[0].namespace.id, [s.announced for s in slots])
+        part = Inventory.of([slot.announced for slot in slots])
+        wanted = self.directory.announce(segment.segment_id, slots[0].namespace.id, part).tolist()
         for slot, is_wanted in zip(slots, wanted, strict=True):
             if not is_wanted:
                 segment.free(slot.slot, slot.generation)
@@ -179,6 +188,12 @@ class SmallPool:
         segment, slot = self.slot_of(block_hash, shard)
         segment.free(slot.slot, slot.generation)
         assert self.directory.gone(segment.segment_id, slot.namespace.id, block_hash, slot.slot, slot.generation)
+
+    def lose(self, segment_id: bytes) -> int:
+        """The segment's node is gone, and all that the directory had of it; how many placements that was."""
+        lost = self.directory.lose_segment(segment_id)
+        assert self.directory.drop_lost() == 0
+        return lost
 
     def obey(self) -> None:
         """All nodes apply and acknowledge all their orders."""

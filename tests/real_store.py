@@ -16,7 +16,7 @@ from kvpool.meta.service import MetaService
 from kvpool.node.headers import HeaderFile
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.segment import ShmSegment
-from kvpool.node.server import _restore
+from kvpool.node.server import restore_slots
 from kvpool.node.store import NodeSession, NodeStore
 from kvpool.ops.settings import MetaSettings
 from kvpool.transport.base import WriteStatus
@@ -63,7 +63,7 @@ class Node:
         self.segment = ShmSegment(directory / "payload", SEGMENT_ID, PAGES * PAGE_BYTES, "off")
         self.headers = HeaderFile(directory / "headers", SEGMENT_ID, PAGES)
         fresh = Slots(PAGES, clock, self.headers.next_generation, QUARANTINE_S)
-        self.slots = _restore(self.headers, PAGES) if restarted else fresh
+        self.slots = restore_slots(self.headers, PAGES) if restarted else fresh
         book = NamespaceBook(directory / "namespaces", self.link.describe)
         self.store = NodeStore(self.segment, self.headers, self.slots, book, self.link, incarnation=1)
         self.join()

@@ -43,7 +43,17 @@ def _view(pool_status: "PoolStatus") -> RenderableType:
         for node in pool_status.nodes
     ]
     headline = f"incarnation {pool_status.incarnation}, namespaces {len(pool_status.namespaces)}"
-    return Group(headline, table(_COLUMNS, rows))
+    return Group(headline, *_recovery(pool_status), table(_COLUMNS, rows))
+
+
+def _recovery(pool_status: "PoolStatus") -> list[str]:
+    """A line while the directory is rebuilt."""
+    recovery = pool_status.recovery
+    if not recovery.active:
+        return []
+    of = f" of {recovery.nodes_expected}" if recovery.nodes_expected else ""
+    reported = f"{recovery.nodes_reported}{of} nodes have reported"
+    return [f"recovering for {recovery.lasted_s:.1f} s: {reported}; blocks not known yet are misses"]
 
 
 def _check_health(pool_status: "PoolStatus") -> None:

@@ -11,13 +11,13 @@ from kvpool.client.counters import Counters
 from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
 from kvpool.client.nodes import Nodes
-from kvpool.client.results import ClientStats, NodeStatus, PoolStatus, SegmentStatus
+from kvpool.client.results import ClientStats, NodeStatus, PoolStatus, RecoveryStatus, SegmentStatus
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX, STREAMS_MAX
 from kvpool.core.namespace import Namespace
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.streams import Streams
-from kvpool.v1 import common_pb2
+from kvpool.v1 import admin_pb2, common_pb2
 
 DEFAULT_TRANSPORTS = ("inproc", "shm", "tcp")
 
@@ -81,6 +81,7 @@ class Client:
             namespaces={n.namespace.hex(): n.document.decode() for n in answer.namespaces},
             nodes=tuple(_node_status(node, names.get(node.incarnation)) for node in answer.topology.nodes),
             counters=dict(answer.counters),
+            recovery=_recovery_status(answer.recovery),
         )
 
     def stats(self) -> ClientStats:
@@ -155,6 +156,10 @@ def check_timeout(timeout_s: float) -> float:
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= DEADLINE_S_MAX:
         raise UsageError(f"timeout_s is {timeout_s!r}; it must be above 0 and at most {DEADLINE_S_MAX:g}")
     return timeout_s
+
+
+def _recovery_status(message: admin_pb2.Recovery) -> RecoveryStatus:
+    return RecoveryStatus(message.active, message.nodes_reported, message.nodes_expected, message.lasted_s)
 
 
 def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:

@@ -23,6 +23,9 @@ Answer = TypeVar("Answer")
 PATIENCE_S = 0.2
 """Calls with shorter deadlines do not count against the service when they run out."""
 
+PAUSE_S = 0.5
+"""A service that did not answer is tried again so often: a refused dial costs little, a pool unfound much."""
+
 _FRAMED = "framed"
 
 
@@ -47,7 +50,7 @@ class MetaClient:
         self._channel = grpc.insecure_channel(uri.removeprefix("grpc://"), options=CHANNEL_OPTIONS)
         self._directory = directory_pb2_grpc.DirectoryStub(self._channel)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
-        self._breaker = Breaker(time.monotonic)
+        self._breaker = Breaker(time.monotonic, pause_s=PAUSE_S)
         self._pools: OpenOnce[str, ConnectionPool] = OpenOnce("the client", ConnectionPool.close)
         self.topology = Topology(0, [])
 

@@ -13,6 +13,7 @@ __all__ = [
     "Match",
     "NodeStatus",
     "PoolStatus",
+    "RecoveryStatus",
     "Reservation",
     "SegmentStatus",
     "StoreResult",
@@ -142,6 +143,23 @@ class NodeStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryStatus:
+    """How far the directory is rebuilt; while it is, blocks that are not known are misses ``recovering``.
+
+    Attributes:
+        active: Whether nodes may have yet to report.
+        nodes_reported: Nodes whose inventories are complete.
+        nodes_expected: Nodes waited for; 0 when the service was not told.
+        lasted_s: Seconds from the service's start to the end, or to now.
+    """
+
+    active: bool
+    nodes_reported: int
+    nodes_expected: int
+    lasted_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStatus:
     """The pool as its metadata service sees it.
 
@@ -151,6 +169,7 @@ class PoolStatus:
         namespaces: Documents by id (hex).
         nodes: All nodes known.
         counters: The directory's counts.
+        recovery: How far the directory is rebuilt since the service's start.
     """
 
     incarnation: int
@@ -158,3 +177,4 @@ class PoolStatus:
     namespaces: dict[str, str]
     nodes: tuple[NodeStatus, ...]
     counters: dict[str, int]
+    recovery: RecoveryStatus

@@ -1,12 +1,13 @@
 """The control stream of a node: its hello, inventory and heartbeats come in, its welcome and orders go out."""
 
-import math
 import threading
 from collections.abc import Iterator
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 
-from kvpool.core.directory import AnnouncedBlock, FreeSlot
+from kvpool.core.directory import FreeSlot, Inventory
 from kvpool.core.errors import KvpoolError, ProtocolError, UnavailableError
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import (
@@ -17,9 +18,10 @@ from kvpool.core.limits import (
     SHARDS_MAX,
 )
 from kvpool.core.members import Member, MemberSegment
-from kvpool.meta.service import MetaService
+from kvpool.meta.service import ORDERS_PER_MESSAGE, MetaService
 from kvpool.ops.grpc_server import code_of
 from kvpool.ops.logging import get_logger
+from kvpool.transport.wire.messages import unpack
 from kvpool.v1 import membership_pb2, membership_pb2_grpc
 
 ENDPOINTS_MAX = 16
@@ -27,6 +29,9 @@ SEGMENTS_PER_NODE_MAX = 64
 NODE_ID_CHARS_MAX = 128
 INVENTORY_POLL_S = 0.02
 """How often a stream looks whether its node's inventory is complete; after that it waits for orders alone."""
+
+ROOT_PARENT = bytes(HASH_BYTES)
+"""Stands on the wire for the parent that a root does not have."""
 
 log = get_logger(__name__)
 
@@ -106,8 +111,8 @@ class _Stream:
         while context.is_active() and not self._ended:
             if self._inventory_done.is_set() and not ready_told:
                 ready_told = True
-                if self._unwanted:
-                    yield _free_slots(self._unwanted)
+                for start in range(0, len(self._unwanted), ORDERS_PER_MESSAGE):
+                    yield _free_slots(self._unwanted[start : start + ORDERS_PER_MESSAGE])
                 self._service.ready(self._member)
                 yield membership_pb2.ToNode(ready=membership_pb2.Ready())
             pause_s = self._service.settings.heartbeat_s if ready_told else INVENTORY_POLL_S
@@ -143,16 +148,34 @@ class _Stream:
         else:
             raise ProtocolError(f"control stream event {event!r} is not expected here")
 
-    def _take_inventory(self, part: membership_pb2.Inventory) -> None:
-        count = count_hashes(part.hashes, ANNOUNCE_BLOCKS_MAX)
-        columns = (part.shard, part.slot, part.generation, part.checksum, part.age_s)
-        _check_columns(count, len(part.parents) / HASH_BYTES, *[len(column) for column in columns])
-        if not all(0 <= age_s < math.inf for age_s in part.age_s):
-            raise ProtocolError("an age that is no number of seconds")
-        parents = [parent if any(parent) else b"" for parent in split_hashes(part.parents)]
-        blocks = [AnnouncedBlock(*row) for row in zip(split_hashes(part.hashes), parents, *columns, strict=True)]
-        unwanted = self._service.take_inventory(self._member, part.segment_id, part.document, blocks)
-        self._unwanted += [FreeSlot(0, part.segment_id, b.slot, b.generation, rest=False) for b in unwanted]
+    def _take_inventory(self, message: membership_pb2.Inventory) -> None:
+        part = _columns(message)
+        wanted = self._service.take_inventory(self._member, message.segment_id, message.document, part)
+        # A reader may hold a lease that an earlier service gave: these slots rest before they are used again.
+        self._unwanted += [
+            FreeSlot(0, message.segment_id, int(part.slots[i]), int(part.generations[i]), rest=True)
+            for i in np.flatnonzero(~wanted).tolist()
+        ]
+
+
+def _columns(message: membership_pb2.Inventory) -> Inventory:
+    """The part of an inventory in ``message``; raises ProtocolError for what it cannot be."""
+    count = count_hashes(message.hashes, ANNOUNCE_BLOCKS_MAX)
+    ages_s: NDArray[np.float32] = unpack("ages", message.ages_s, "<f4", count)
+    if not (np.isfinite(ages_s).all() and (ages_s >= 0).all()):
+        raise ProtocolError("an age that is no number of seconds")
+    parents = split_hashes(message.parents)
+    if len(parents) != count or len(parents[-1]) != len(ROOT_PARENT):
+        raise ProtocolError(f"{len(message.parents)} bytes of parents for {count} hashes; give one each")
+    return Inventory(
+        split_hashes(message.hashes),
+        [b"" if parent == ROOT_PARENT else parent for parent in parents],
+        unpack("shards", message.shards, "<u2", count),
+        unpack("slots", message.slots, "<u4", count),
+        unpack("generations", message.generations, "<u8", count),
+        unpack("checksums", message.checksums, "<u8", count),
+        ages_s,
+    )
 
 
 def _free_slots(orders: list[FreeSlot]) -> membership_pb2.ToNode:
@@ -167,6 +190,6 @@ def _free_slots(orders: list[FreeSlot]) -> membership_pb2.ToNode:
     )
 
 
-def _check_columns(count: int, *lengths: float) -> None:
+def _check_columns(count: int, *lengths: int) -> None:
     if any(length != count for length in lengths):
         raise ProtocolError(f"columns of {lengths} elements for {count} hashes; they must be equally long")

@@ -18,7 +18,10 @@ from kvpool.transport.wire.server import FramedServer, Identity
 from kvpool.v1 import admin_pb2_grpc, directory_pb2_grpc, membership_pb2_grpc
 
 SERVICES = ("kvpool.v1.Directory", "kvpool.v1.Membership", "kvpool.v1.Admin")
+READY_SERVICES = ("kvpool.v1.Directory",)
 STOP_GRACE_S = 1.0
+PAUSED_HEARTBEATS = 3
+"""A wait of one heartbeat that took so many was a pause of the whole process."""
 
 log = get_logger(__name__)
 
@@ -35,7 +38,7 @@ class MetaServer:
 
     def __init__(self, settings: MetaSettings) -> None:
         self.settings = settings
-        self.service = MetaService(settings, time.monotonic, os.urandom)
+        self.service = MetaService(settings, time.monotonic, os.urandom, self._recovered)
         self.grpc_address = ""
         self.framed_address = ""
         self._framed = FramedServer(
@@ -45,6 +48,7 @@ class MetaServer:
         )
         self._grpc: GrpcServer | None = None
         self._stopping = threading.Event()
+        self._is_ready = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="kvpool-tick", daemon=True)
 
     @property
@@ -68,6 +72,7 @@ class MetaServer:
             self._framed.start()
             self._grpc = GrpcServer(SERVICES, lambda s: self._register(s, framed), reflection_on=settings.reflection)
             self.grpc_address = self._grpc.start(settings.listen, settings.grpc_port)
+            self._show_readiness()
         except BaseException:
             self._framed.stop()
             raise
@@ -77,6 +82,7 @@ class MetaServer:
     def stop(self) -> None:
         """Stop serving and wait for every thread."""
         self._stopping.set()
+        self.service.work.set()
         if self._grpc is not None:
             self._grpc.stop(STOP_GRACE_S)
         self._framed.stop()
@@ -89,6 +95,20 @@ class MetaServer:
         membership_pb2_grpc.add_MembershipServicer_to_server(MembershipServicer(self.service), server)
         admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self.service, __version__), server)
 
+    def _recovered(self) -> None:
+        self._is_ready.set()
+        self._show_readiness()
+
+    def _show_readiness(self) -> None:
+        """Live is not ready: while the directory is rebuilt, health says so of its service alone."""
+        if self._grpc is not None:
+            self._grpc.set_serving(serving=self._is_ready.is_set(), services=READY_SERVICES)
+
     def _tick(self) -> None:
-        while not self._stopping.wait(self.settings.heartbeat_s):
+        heartbeat_s = self.settings.heartbeat_s
+        while not self._stopping.is_set():
+            began_s = time.monotonic()
+            self.service.work.wait(heartbeat_s)
+            if time.monotonic() - began_s > PAUSED_HEARTBEATS * heartbeat_s:
+                self.service.resumed()
             self.service.tick()

@@ -4,40 +4,46 @@ Every front door (gRPC servicers, framed sessions) calls these methods; nothing 
 """
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvpool.core.clock import Clock
 from kvpool.core.directory import (
-    AnnouncedBlock,
+    LEASE_MARGIN_S,
     CommitStatus,
     Directory,
     DirectoryConfig,
-    DirectoryStats,
     FreeSlot,
+    Inventory,
     Location,
     Match,
     MissReason,
     ReserveResult,
-    Share,
 )
 from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UsageError
-from kvpool.core.grants import Grant, seal
-from kvpool.core.keys import hash_at, select_hashes
+from kvpool.core.keys import hash_at
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
 from kvpool.core.members import Member, Members, MemberSegment, MemberState
 from kvpool.core.namespace import Namespace, parse_namespace
+from kvpool.core.recovery import Recovery
+from kvpool.meta.granting import Granting
+from kvpool.meta.status import MetaStatus, RecoveryStatus
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
-from kvpool.transport.wire.messages import NodeInfo, SegmentGrant, SegmentInfo, Topology, pack
+from kvpool.transport.wire.messages import NodeInfo, SegmentGrant, SegmentInfo, Topology
 
 ORDERS_PER_MESSAGE = 1024
-GRANT_BLOCKS_MAX = 256
-GRANT_BYTES = 16 << 20
-"""Blocks and bytes of one grant: while a writer moves one, its node commits the one before and prepares the next."""
-
 GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
 """Grants of one reservation, so that they fit the frame of its answer with the topology."""
+
+LOSS_BLOCKS = 512
+LOSS_PAUSE_S = 0.001
+"""A lost segment is dropped so many blocks at a time, with pauses: who lets a lock go and takes it again at once keeps
+out those who wait for it."""
 
 log = get_logger(__name__)
 
@@ -50,18 +56,6 @@ class Reserved:
     grants: list[SegmentGrant]
 
 
-@dataclass(frozen=True, slots=True)
-class MetaStatus:
-    """What operators see."""
-
-    incarnation: int
-    topology: Topology
-    namespaces: list[Namespace]
-    stats: DirectoryStats
-    used: dict[int, tuple[int, int]]
-    """(used bytes, placements) by segment number."""
-
-
 class MetaService:
     """Directory and members behind one lock. Thread-safe.
 
@@ -69,14 +63,37 @@ class MetaService:
         settings: Limits and times.
         clock: Monotonic seconds.
         random_bytes: Source of incarnation, sessions and keys.
+        on_recovered: Called once, when the directory is rebuilt; must not call back.
+
+    Attributes:
+        work: Set when `tick` has something to do that should not wait.
     """
 
-    def __init__(self, settings: MetaSettings, clock: Clock, random_bytes: Callable[[int], bytes]) -> None:
+    def __init__(
+        self,
+        settings: MetaSettings,
+        clock: Clock,
+        random_bytes: Callable[[int], bytes],
+        on_recovered: Callable[[], None] = lambda: None,
+    ) -> None:
         self.settings = settings
         self.incarnation = int.from_bytes(random_bytes(8), "little") >> 1
-        config = DirectoryConfig(policy=settings.policy, lease_cap=settings.lease_cap, tombstones=settings.tombstones)
+        self.work = threading.Event()
+        config = DirectoryConfig(
+            policy=settings.policy,
+            lease_cap=settings.lease_cap,
+            tombstones=settings.tombstones,
+            spare_s=settings.lease_max_s + LEASE_MARGIN_S,
+            epoch=int.from_bytes(random_bytes(4), "little") >> 1,
+        )
         self._directory = Directory(clock, config)
+        self._directory.set_recovering(recovering=True)
+        self._recovery = Recovery(
+            clock, settings.expected_nodes, settings.recovery_wait_s, settings.recovery_deadline_s
+        )
+        self._on_recovered = on_recovered
         self._members = Members(clock, random_bytes, settings.node_ttl_s)
+        self._granting = Granting(self._directory, self._members, self.incarnation)
         self._lock = threading.Lock()
         self._orders_changed = threading.Condition(self._lock)
         self._topology: Topology | None = None
@@ -98,6 +115,8 @@ class MetaService:
     def match(self, namespace_id: bytes, hashes: bytes, first: int, lease_s: float) -> Match:
         """See `Directory.match`."""
         with self._lock:
+            if self._may_come(namespace_id):
+                return Match(0, MissReason.RECOVERING)
             return self._directory.match(_checked_id(namespace_id), hashes, first, self._lease_s(lease_s))
 
     def release(self, lease: int) -> bool:
@@ -108,6 +127,8 @@ class MetaService:
     def locate(self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None) -> Location:
         """See `Directory.locate`."""
         with self._lock:
+            if self._may_come(namespace_id):
+                return Location.nothing(MissReason.RECOVERING)
             return self._directory.locate(_checked_id(namespace_id), hashes, first, shard)
 
     def reserve(
@@ -122,17 +143,8 @@ class MetaService:
             result = self._directory.reserve(namespace_id, hashes, first, parent, owner=owner, ttl_s=ttl_s)
             above = parent if not first else hash_at(hashes, first - 1)
             chain = (above or bytes(HASH_BYTES)) + hashes[first * HASH_BYTES :]
-            step = _grant_blocks(self._directory.namespace(namespace_id).block_bytes)
-            grants = [
-                SegmentGrant(
-                    segment=number,
-                    shard=shard,
-                    blocks=pack(part.indexes, "<u4"),
-                    grant=self._seal(number, shard, part, chain, namespace_id, result.reservation, ttl_s),
-                )
-                for (number, shard), share in result.shares.items()
-                for part in _parts(share, step)
-            ]
+            namespace = self._directory.namespace(namespace_id)
+            grants = self._granting.grants(namespace, result, chain, ttl_s)
             size_bytes = sum(len(grant.grant) + len(grant.blocks) for grant in grants)
             if size_bytes > GRANTS_BYTES_MAX:
                 self._directory.abort(result.reservation)
@@ -144,16 +156,13 @@ class MetaService:
         with self._lock:
             return self._directory.abort(reservation, hashes, crowded=crowded)
 
-    def report_bad(self, namespace_id: bytes, block_hash: bytes, segment: int, slot: int, generation: int) -> bool:
+    def report_bad(self, namespace_id: bytes, block_hash: bytes, segment_id: bytes, slot: int, generation: int) -> bool:
         """See `Directory.report_bad`; False for a segment that is not open any more."""
         with self._lock:
-            segment_id = next((s.segment_id for s in self._directory.segments() if s.number == segment), None)
-            if segment_id is None:
-                return False
             dropped = self._directory.report_bad(segment_id, _checked_id(namespace_id), block_hash, slot, generation)
             self._orders_changed.notify_all()
         if dropped:
-            log.warning("bad_block_reported", block=block_hash.hex()[:8], segment=segment, slot=slot)
+            log.warning("bad_block_reported", block=block_hash.hex()[:8], segment=segment_id.hex()[:8], slot=slot)
         return dropped
 
     def topology(self, known_version: int) -> Topology | None:
@@ -181,7 +190,7 @@ class MetaService:
             if previous is not None and previous.state != MemberState.LOST and previous.incarnation != incarnation:
                 raise UsageError(f"a live node is called {node_id!r}; give this one another --node-id")
             if previous is not None:
-                self._drop_segments(previous)
+                self._lose_segments(previous)
             member = self._members.join(node_id, incarnation, endpoints, segments)
             try:
                 for segment in segments:
@@ -189,16 +198,15 @@ class MetaService:
                     self._directory.set_accepting(segment.segment_id, accepting=False)
                     member.numbers.append(number)
             except BaseException:
-                self._drop_segments(member)
+                self._lose_segments(member)
                 self._members.set_state(member, MemberState.LOST)
                 raise
+            self._recovery.joined(node_id)
         log.info("node_joined", node=node_id, segments=len(segments), endpoints=list(endpoints))
         return member
 
-    def take_inventory(
-        self, member: Member, segment_id: bytes, document: bytes, blocks: list[AnnouncedBlock]
-    ) -> list[AnnouncedBlock]:
-        """Part of a node's inventory; the blocks the node must free.
+    def take_inventory(self, member: Member, segment_id: bytes, document: bytes, part: Inventory) -> NDArray[np.bool_]:
+        """Part of a node's inventory; False for each block that the node must free.
 
         Raises:
             UsageError: A segment that the node did not name when it joined.
@@ -208,9 +216,9 @@ class MetaService:
             self._check_session(member)
             if all(segment.segment_id != segment_id for segment in member.segments):
                 raise UsageError(f"segment {segment_id.hex()} is not of node {member.node_id}; join with it first")
+            self._members.heard(member)
             self._directory.open_namespace(namespace)
-            wanted = self._directory.announce(segment_id, namespace.id, blocks)
-        return [block for block, want in zip(blocks, wanted, strict=True) if not want]
+            return self._directory.announce(segment_id, namespace.id, part)
 
     def ready(self, member: Member) -> None:
         """The node's inventory is complete: blocks may be placed on it."""
@@ -219,7 +227,9 @@ class MetaService:
             for segment in member.segments:
                 self._directory.set_accepting(segment.segment_id, accepting=True)
             self._members.set_state(member, MemberState.READY)
+            self._recovery.reported(member.node_id)
         log.info("node_ready", node=member.node_id)
+        self._end_recovery()
 
     def draining(self, member: Member) -> None:
         """The node takes no new blocks."""
@@ -243,7 +253,8 @@ class MetaService:
             if self._members.of_session(member.session) is not member:
                 return
             self._members.set_state(member, MemberState.LOST)
-            self._drop_segments(member)
+            self._lose_segments(member)
+            self._recovery.left(member.node_id)
             self._orders_changed.notify_all()
         log.info("node_left", node=member.node_id)
 
@@ -313,27 +324,59 @@ class MetaService:
                 namespaces=self._directory.namespaces(),
                 stats=self._directory.stats(),
                 used={s.number: (s.used_bytes, s.blocks) for s in self._directory.segments()},
+                recovery=RecoveryStatus.of(self._recovery),
             )
 
     def tick(self) -> None:
-        """Free abandoned reservations and lose silent nodes; called every heartbeat or so."""
+        """Free abandoned reservations, lose silent nodes, drop what lost ones held; called every heartbeat or so."""
+        self.work.clear()
         with self._lock:
             self._directory.expire()
             silent = self._members.silent()
         for member in silent:
             log.warning("node_silent", node=member.node_id, ttl_s=self.settings.node_ttl_s)
             self.leave(member)
+        self._end_recovery()
+        while self._drop_lost():
+            time.sleep(LOSS_PAUSE_S)
+
+    def resumed(self) -> None:
+        """This process was paused: a silence that it slept through is nobody's."""
+        with self._lock:
+            for member in self._members:
+                self._members.heard(member)
+        log.warning("service_was_paused")
 
     def check_integrity(self) -> None:
         """Assert the directory's invariants; for tests."""
         with self._lock:
             self._directory.check_integrity()
 
-    def _drop_segments(self, member: Member) -> None:
+    def _may_come(self, namespace_id: bytes) -> bool:
+        """Whether the namespace is one that a node which has yet to report may have blocks of."""
+        return self._recovery.active and not self._directory.knows(_checked_id(namespace_id))
+
+    def _lose_segments(self, member: Member) -> None:
         # As many as it has opened: the others may be of another node.
         for segment, _ in zip(member.segments, member.numbers, strict=False):
             self._directory.lose_segment(segment.segment_id)
         member.numbers.clear()
+        if self._directory.drop_lost(LOSS_BLOCKS):
+            self.work.set()
+
+    def _drop_lost(self) -> int:
+        with self._lock:
+            return self._directory.drop_lost(LOSS_BLOCKS)
+
+    def _end_recovery(self) -> None:
+        with self._lock:
+            if not self._recovery.ends():
+                return
+            self._directory.set_recovering(recovering=False)
+            blocks = self._directory.stats().blocks
+            nodes, lasted_s = self._recovery.reported_nodes, self._recovery.lasted_s
+        log.info("recovered", nodes=nodes, blocks=blocks, seconds=round(lasted_s, 3))
+        self._on_recovered()
 
     def _check_session(self, member: Member) -> None:
         if self._members.of_session(member.session) is not member:
@@ -341,46 +384,6 @@ class MetaService:
 
     def _lease_s(self, lease_s: float) -> float:
         return min(lease_s, self.settings.lease_max_s)
-
-    def _seal(
-        self,
-        number: int,
-        shard: int,
-        share: Share,
-        chain: bytes,
-        namespace_id: bytes,
-        reservation: int,
-        ttl_s: float,
-    ) -> bytes:
-        """The grant for one segment; ``chain`` begins with the hash above the reserved slice."""
-        segment = self._directory.segment(number)
-        member = self._members.get(segment.node_id)
-        assert member is not None, "an open segment has a member"
-        grant = Grant(
-            incarnation=self.incarnation,
-            session=member.session,
-            reservation=reservation,
-            segment_id=segment.segment_id,
-            namespace=namespace_id,
-            block_bytes=self._directory.namespace(namespace_id).block_bytes,
-            ttl_ms=int(ttl_s * 1000),
-            hashes=select_hashes(chain, [index + 1 for index in share.indexes]),
-            parents=select_hashes(chain, share.indexes),
-            shard=shard,
-            victim_slots=pack([order.slot for order in share.victims], "<u4"),
-            victim_generations=pack([order.generation for order in share.victims], "<u8"),
-        )
-        return seal(grant, member.key)
-
-
-def _grant_blocks(block_bytes: int) -> int:
-    return max(1, min(GRANT_BLOCKS_MAX, GRANT_BYTES // block_bytes))
-
-
-def _parts(share: Share, step: int) -> Iterator[Share]:
-    """The share in grants of at most ``step`` blocks; brought in order, and the first frees the victims."""
-    for start in range(0, len(share.indexes), step):
-        yield Share(share.indexes[start : start + step], share.victims if not start else [])
 
 
 def _checked_id(namespace_id: bytes) -> bytes:

@@ -111,7 +111,7 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
     ) -> directory_pb2.ReportBadResponse:
         count_hashes(request.hash, 1)
         dropped = self._service.report_bad(
-            request.namespace, request.hash, request.segment, request.slot, request.generation
+            request.namespace, request.hash, request.segment_id, request.slot, request.generation
         )
         return directory_pb2.ReportBadResponse(dropped=dropped)
 
@@ -136,6 +136,12 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 for namespace in status.namespaces
             ],
             counters=dataclasses.asdict(status.stats),
+            recovery=admin_pb2.Recovery(
+                active=status.recovery.active,
+                nodes_reported=status.recovery.reported_nodes,
+                nodes_expected=status.recovery.expected_nodes,
+                lasted_s=status.recovery.lasted_s,
+            ),
         )
 
     def Explain(self, request: admin_pb2.ExplainRequest, context: grpc.ServicerContext) -> admin_pb2.ExplainResponse:

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 
 import grpc
-import numpy as np
 
 from kvpool.core.directory import FreeSlot
 from kvpool.core.errors import KvpoolError
@@ -16,12 +15,17 @@ from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.store import NodeSession, NodeStore
 from kvpool.ops.grpc_server import raised_by
 from kvpool.ops.logging import get_logger
+from kvpool.transport.wire.messages import pack
 from kvpool.v1 import common_pb2, membership_pb2, membership_pb2_grpc
 
 REDIAL_FIRST_S = 0.05
-REDIAL_MAX_S = 2.0
+REDIAL_MAX_S = 1.0
+"""A node is back within two seconds of its service."""
 NO_NUMBER = 0xFFFF_FFFF
-_INVENTORY_PART = min(ANNOUNCE_BLOCKS_MAX, 8_192)
+INVENTORY_PART_BLOCKS = 4_096
+"""Blocks of one part: how long one holds the directory, about 5 ms."""
+
+assert INVENTORY_PART_BLOCKS <= ANNOUNCE_BLOCKS_MAX
 
 log = get_logger(__name__)
 
@@ -158,17 +162,15 @@ class Control:
 
     def _announce(self) -> None:
         headers = self._store.inventory()
-        namespaces = headers.records["namespace"]
-        for namespace in np.unique(namespaces):
-            some = headers.select(namespaces == namespace)
-            namespace_id = namespace.tobytes()
+        for some in headers.by_namespace():
+            namespace_id = some.records["namespace"][0].tobytes()
             document = self._book.get(namespace_id)
             if document is None:
                 log.warning("namespace_unknown", namespace=namespace_id.hex()[:8], slots=len(some))
                 self._store.free_headers(some)
                 continue
-            for start in range(0, len(some), _INVENTORY_PART):
-                part = self._inventory(document, some.select(slice(start, start + _INVENTORY_PART)))
+            for start in range(0, len(some), INVENTORY_PART_BLOCKS):
+                part = self._inventory(document, some.select(slice(start, start + INVENTORY_PART_BLOCKS)))
                 self._out.put(membership_pb2.FromNode(inventory=part))
 
     def _inventory(self, document: bytes, headers: SlotHeaders) -> membership_pb2.Inventory:
@@ -178,11 +180,11 @@ class Control:
             document=document,
             hashes=records["hash"].tobytes(),
             parents=records["parent"].tobytes(),
-            shard=records["shard"].tolist(),
-            slot=headers.pages.tolist(),
-            generation=records["generation"].tolist(),
-            checksum=records["checksum"].tolist(),
-            age_s=[0.0] * len(headers),
+            shards=pack(records["shard"], "<u2"),
+            slots=pack(headers.pages, "<u4"),
+            generations=pack(records["generation"], "<u8"),
+            checksums=pack(records["checksum"], "<u8"),
+            ages_s=bytes(4 * len(headers)),
         )
 
     def _apply(self, orders: membership_pb2.FreeSlots) -> None:

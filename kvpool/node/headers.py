@@ -14,6 +14,7 @@ import contextlib
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,19 @@ class SlotHeaders:
     def __len__(self) -> int:
         return len(self.pages)
 
-    def select(self, chosen: NDArray[np.bool_] | slice) -> "SlotHeaders":
+    def select(self, chosen: NDArray[np.bool_] | NDArray[np.int64] | slice) -> "SlotHeaders":
         """Some of them."""
         return SlotHeaders(self.pages[chosen], self.records[chosen])
+
+    def by_namespace(self) -> Iterator["SlotHeaders"]:
+        """Those of each namespace, oldest slots first: parents before their children."""
+        ids = self.records["namespace"].copy().view("<u8").reshape(-1, 4)
+        order = np.lexsort((self.records["generation"], ids[:, 0]))
+        ids = ids[order]
+        # Ids that begin alike only make more runs than there are namespaces.
+        begins = np.flatnonzero((ids[1:] != ids[:-1]).any(axis=1)) + 1
+        for run in np.split(order, begins) if len(order) else ():
+            yield self.select(run)
 
     def named(self) -> list[tuple[int, int]]:
         """(page, generation) of each."""
@@ -155,13 +166,19 @@ class HeaderFile:
         self._records["state"][pages] = 0
 
     def scan(self, state: SlotState) -> SlotHeaders:
-        """Every slot in ``state`` that the file describes soundly, in page order."""
-        pages = np.flatnonzero(self._records["state"] == state).astype(np.uint32)
+        """Every slot in ``state``, in page order."""
+        return self.read(np.flatnonzero(self._records["state"] == state).astype(np.uint32))
+
+    def drop_unsound(self) -> int:
+        """Clear what an earlier run did not describe soundly, before the first `scan`; how many that were."""
+        pages = np.flatnonzero(self._records["state"] != 0).astype(np.uint32)
         headers = self.read(pages)
         lengths = headers.records["length"]
         ends = pages + -(-lengths.astype(np.float64) // PAGE_BYTES)
         sound = (_header_checksums(headers.records) == headers.records["header_checksum"]) & (lengths > 0)
-        return headers.select(sound & (ends <= self.pages))
+        unsound = pages[~(sound & (ends <= self.pages))]
+        self._records["state"][unsound] = 0
+        return len(unsound)
 
     def close(self) -> None:
         """Unmap the file; it stays."""

@@ -94,7 +94,7 @@ class NodeServer:
         undo.callback(link.close)
         self._link = link
         self._book = NamespaceBook(files.namespaces, link.describe)
-        slots = _restore(headers, segment.size_bytes // PAGE_BYTES)
+        slots = restore_slots(headers, segment.size_bytes // PAGE_BYTES)
         self.store = NodeStore(segment, headers, slots, self._book, link, self._incarnation)
 
     def _listen(self, undo: ExitStack) -> None:
@@ -156,9 +156,12 @@ class NodeServer:
         )
 
 
-def _restore(headers: HeaderFile, pages: int) -> Slots:
+def restore_slots(headers: HeaderFile, pages: int) -> Slots:
     """The slots that the header file describes; half-written ones rest in quarantine."""
     slots = Slots(pages, time.monotonic, headers.next_generation)
+    unsound = headers.drop_unsound()
+    if unsound:
+        log.warning("headers_unsound", slots=unsound)
     for state in (SlotState.COMMITTED, SlotState.WRITING):
         found = headers.scan(state)
         lengths = found.records["length"].tolist()

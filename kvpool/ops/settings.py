@@ -21,7 +21,7 @@ from pydantic import (
     field_validator,
 )
 
-from kvpool.core.limits import DEADLINE_S_MAX, LEASE_S_MAX, PAGE_BYTES, RESERVATION_S_MAX, STREAMS_MAX
+from kvpool.core.limits import DEADLINE_S_MAX, LEASE_S_MAX, PAGE_BYTES, RESERVATION_S_MAX, SEGMENTS_MAX, STREAMS_MAX
 from kvpool.core.units import parse_duration, parse_size
 
 SOCKET_PATH_BYTES_MAX = 107
@@ -147,6 +147,15 @@ class MetaSettings(_ServerSettings):
 
     node_ttl_s: Duration = 10.0
     """Silence after which a node counts as lost."""
+
+    expected_nodes: Annotated[int, Field(ge=0, le=SEGMENTS_MAX)] = 0
+    """Nodes that must have reported after a start before an unknown block counts as absent; 0: not known, wait."""
+
+    recovery_wait_s: Duration = 3.0
+    """Without expected_nodes: how long no further node must have joined after a start."""
+
+    recovery_deadline_s: Duration = 60.0
+    """Longest time after a start that missing nodes are waited for."""
 
     tombstones: Annotated[int, Field(ge=0, le=TOMBSTONES_MAX)] = 65_536
     """Removed blocks remembered, so that a miss can be explained."""

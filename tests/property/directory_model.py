@@ -7,7 +7,16 @@ from itertools import product
 from fake_node import FakeSegment, HeldSlot, chain, make_namespace
 
 from kvpool.core.clock import FOREVER_US, microseconds
-from kvpool.core.directory import BlockState, CommitStatus, Directory, DirectoryConfig, FreeSlot, ReserveResult, Want
+from kvpool.core.directory import (
+    BlockState,
+    CommitStatus,
+    Directory,
+    DirectoryConfig,
+    FreeSlot,
+    Inventory,
+    ReserveResult,
+    Want,
+)
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.namespace import Namespace
 from kvpool.testing import ManualClock
@@ -256,7 +265,7 @@ class DirectoryModel:
         """The segment's node announces ``slots`` and frees what is not wanted."""
         before, ordered = inspect(self.directory), self.ordered(segment)
         free_bytes = self.directory.segment(segment.number).free_bytes
-        wanted = self.directory.announce(segment.segment_id, namespace.id, [s.announced for s in slots])
+        wanted = self.directory.announce(segment.segment_id, namespace.id, Inventory.of([s.announced for s in slots]))
         copies: set[tuple[bytes, int]] = set()
         for slot, is_wanted in zip(slots, wanted, strict=True):
             self.unannounced[segment.segment_id].discard((slot.slot, slot.generation))

@@ -173,6 +173,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         ]
         del self.pool.online[segment.number]
         assert self.directory.lose_segment(segment.segment_id) == len(held) + len(promised)
+        while self.directory.drop_lost(1 + pick % 3):
+            self.directory.check_integrity()
         self.pool.lost_by_force({*held, *promised})
 
     @precondition(lambda self: len(self.pool.online) < len(self.pool.segments))

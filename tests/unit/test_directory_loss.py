@@ -18,13 +18,13 @@ def test_losing_a_segment_leaves_its_descendants_dormant():
     pool.store(hashes)
     home, _ = pool.slot_of(hashes[0])
 
-    assert pool.directory.lose_segment(home.segment_id) == 1
+    assert pool.lose(home.segment_id) == 1
 
     assert pool.visible(hashes) == [False, False, False]
     assert pool.directory.explain(pool.namespace.id, hashes[0]) == MissReason.NODE_DOWN
     assert pool.directory.explain(pool.namespace.id, hashes[1]) == MissReason.PARENT_MISSING
     assert list(pool.reserve(hashes).wants) == [WANTED, EXISTS, EXISTS]
-    assert pool.directory.lose_segment(home.segment_id) == 0
+    assert pool.lose(home.segment_id) == 0
 
 
 def test_what_was_in_flight_on_a_lost_segment_can_be_written_elsewhere(pool):
@@ -32,7 +32,7 @@ def test_what_was_in_flight_on_a_lost_segment_can_be_written_elsewhere(pool):
     (number, _), *_ = result.shares
     lost = next(segment for segment in pool.segments if segment.number == number)
 
-    assert pool.directory.lose_segment(lost.segment_id) == 1
+    assert pool.lose(lost.segment_id) == 1
     assert pool.in_use() == (0, 0)
     pool.join(lost)
 
@@ -48,7 +48,7 @@ def test_a_block_in_flight_goes_whole_when_one_of_its_shards_is_lost():
     (kept, shard), (lost, _) = result.shares
     pool.commit_share(result, kept, shard, chain(1))
 
-    pool.directory.lose_segment(next(s for s in pool.segments if s.number == lost).segment_id)
+    pool.lose(next(s for s in pool.segments if s.number == lost).segment_id)
 
     assert pool.in_use() == (0, 0)
     pool.obey()
@@ -63,7 +63,7 @@ def test_orders_that_wait_for_a_grant_go_with_their_segment():
     pool.directory.report_bad(segment.segment_id, pool.namespace.id, slot.hash, slot.slot, slot.generation)
     assert list(pool.directory._state.freed) == [segment.number]
 
-    pool.directory.lose_segment(segment.segment_id)
+    pool.lose(segment.segment_id)
 
     assert pool.directory._state.freed == {}
 
@@ -74,7 +74,7 @@ def test_an_inventory_brings_chains_back_in_any_order(order):
     hashes = chain(1, 2, 3)
     pool.store(hashes)
     (segment,) = pool.segments
-    pool.directory.lose_segment(segment.segment_id)
+    pool.lose(segment.segment_id)
     pool.join(segment)
     slots = [pool.slot_of(hashes[i])[1] for i in order]
 
@@ -174,7 +174,7 @@ def test_a_second_copy_keeps_the_block_visible_when_the_first_is_lost(pool):
     assert pool.announce(other, copies) == [True, True]
     assert pool.directory.locate(pool.namespace.id, b"".join(chain(1, 2))).block.tolist() == [0, 0, 1, 1]
 
-    pool.directory.lose_segment(home.segment_id)
+    pool.lose(home.segment_id)
 
     assert pool.visible(chain(1, 2)) == [True, True]
     assert pool.directory.locate(pool.namespace.id, b"".join(chain(1, 2))).segment.tolist() == [other.number] * 2

@@ -3,7 +3,7 @@
 import pytest
 from fake_node import chain
 
-from kvpool.core.directory import Want
+from kvpool.core.directory import Inventory, Want
 from kvpool.core.errors import InvalidHashError, NamespaceMismatchError, UnknownNamespaceError, UsageError
 from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX, RESERVE_BLOCKS_MAX
 
@@ -19,7 +19,7 @@ WANTED, EXISTS = Want.WANTED, Want.EXISTS
         lambda directory, ns: directory.explain(ns, bytes(HASH_BYTES)),
         lambda directory, ns: directory.pin(ns, bytes(HASH_BYTES)),
         lambda directory, ns: directory.unpin(ns, bytes(HASH_BYTES)),
-        lambda directory, ns: directory.announce(bytes(16), ns, []),
+        lambda directory, ns: directory.announce(bytes(16), ns, Inventory.of([])),
         lambda directory, ns: directory.gone(bytes(16), ns, bytes(HASH_BYTES), 0, 1),
         lambda directory, ns: directory.namespace(ns),
     ],

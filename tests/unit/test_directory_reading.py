@@ -109,7 +109,7 @@ def test_every_way_out_leaves_its_reason(pool):
     pool.directory.report_bad(segment.segment_id, ns, slot.hash, slot.slot, slot.generation)
     reasons["reported bad"] = explain(ns, chain(2)[0])
     reasons["below it"] = explain(ns, chain(2, 3)[1])
-    pool.directory.lose_segment(pool.slot_of(chain(2, 3)[1])[0].segment_id)
+    pool.lose(pool.slot_of(chain(2, 3)[1])[0].segment_id)
     reasons["node lost"] = explain(ns, chain(2, 3)[1])
 
     assert reasons == {

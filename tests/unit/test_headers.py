@@ -146,6 +146,7 @@ def test_a_damaged_record_is_left_out_and_the_others_stay(headers, path):
         with path.open("r+b") as file:
             file.write(whole)
 
+        assert headers.drop_unsound() == 1
         assert headers.scan(COMMITTED).pages.tolist() == [0, 2]
         headers.write(slots_at(1), COMMITTED)
 
@@ -154,12 +155,14 @@ def test_a_damaged_record_is_left_out_and_the_others_stay(headers, path):
 def test_a_slot_that_reaches_beyond_the_segment_is_left_out(headers, length):
     headers.write(slots_at(2, length=length), COMMITTED)
 
+    assert headers.drop_unsound() == 1
     assert len(headers.scan(COMMITTED)) == 0
 
 
 def test_a_slot_up_to_the_end_of_the_segment_is_found(headers):
     headers.write(slots_at(2, length=(PAGES - 2) * PAGE_BYTES), COMMITTED)
 
+    assert headers.drop_unsound() == 0
     assert headers.scan(COMMITTED).pages.tolist() == [2]
 
 

@@ -284,7 +284,7 @@ def test_a_lease_keeps_the_ancestors_when_a_node_is_lost():
     pool.store(hashes)
     lease(pool, hashes)
 
-    assert pool.directory.lose_segment(loses.segment_id) == 3
+    assert pool.lose(loses.segment_id) == 3
     assert fill(pool, 1) == [False]
 
     assert pool.visible(hashes) == [True, True, False, False, False]
@@ -345,7 +345,7 @@ def test_a_lease_whose_whole_chain_is_lost_is_over():
     pool.store(chain(1, 2))
     number = grant(pool, chain(1, 2))
 
-    pool.directory.lose_segment(pool.segments[0].segment_id)
+    pool.lose(pool.segments[0].segment_id)
 
     assert (pool.directory.stats().leases, pool.directory.stats().leased_bytes) == (0, 0)
     assert not pool.directory.release(number)

@@ -115,7 +115,7 @@ def test_a_freed_block_is_not_resurrected_by_an_inventory():
     slots = list(segment.held.values())
     pool.reserve(chain(9))
     (order,) = pool.directory.orders(segment.node_id)
-    pool.directory.lose_segment(segment.segment_id)
+    pool.lose(segment.segment_id)
     pool.join(segment)
 
     wanted = pool.announce(segment, slots)
@@ -129,7 +129,7 @@ def test_a_slot_that_was_freed_and_used_again_can_be_announced():
     evict(pool, stored=1, presses=1)
     segment = pool.segments[0]
     assert [order.slot for order in pool.directory.orders("node-0")] == list(segment.held)
-    pool.directory.lose_segment(segment.segment_id)
+    pool.lose(segment.segment_id)
     pool.join(segment)
 
     assert pool.announce(segment, list(segment.held.values())) == [True]

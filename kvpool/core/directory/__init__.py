@@ -1,7 +1,8 @@
 """The directory of blocks. `Directory` is the interface; the other modules are its parts."""
 
 from kvpool.core.directory.directory import Directory
-from kvpool.core.directory.inventory import AnnouncedBlock
+from kvpool.core.directory.inventory import AnnouncedBlock, Inventory
+from kvpool.core.directory.lookup import LEASE_MARGIN_S
 from kvpool.core.directory.outbox import FreeSlot
 from kvpool.core.directory.results import (
     CommitStatus,
@@ -18,6 +19,7 @@ from kvpool.core.directory.table import BlockState
 from kvpool.core.directory.tombstones import MissReason
 
 __all__ = [
+    "LEASE_MARGIN_S",
     "AnnouncedBlock",
     "BlockState",
     "CommitStatus",
@@ -25,6 +27,7 @@ __all__ = [
     "DirectoryConfig",
     "DirectoryStats",
     "FreeSlot",
+    "Inventory",
     "Location",
     "Match",
     "MissReason",

@@ -8,9 +8,15 @@ from array import array
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from kvpool.core.directory.table import NIL, ROOT, BlockState, BlockTable, Rows
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.core.directory.table import NIL, ROOT, BlockState, BlockTable, Rows, view
 
 Index = dict[bytes, int]
+
+WIDE = 32
+"""From so many rows on numpy is faster than one by one."""
 
 
 class Chains:
@@ -29,13 +35,13 @@ class Chains:
         self.indexes: list[Index] = []
         self._on_change = on_change
         self._on_fold = on_fold
-        self._waiting: list[dict[bytes, set[int]]] = []
+        self.waiting: list[dict[bytes, set[int]]] = []
         self._waits_for: dict[int, bytes] = {}
 
     def add_namespace(self) -> int:
         """Number of a new, empty namespace."""
         self.indexes.append({})
-        self._waiting.append({})
+        self.waiting.append({})
         return len(self.indexes) - 1
 
     def insert(self, namespace: int, block_hash: bytes, parent_hash: bytes, shards: int, now_us: int) -> int:
@@ -43,14 +49,14 @@ class Chains:
         row = self.blocks.add(block_hash, namespace, shards, now_us)
         self.indexes[namespace][block_hash] = row
         self._attach(row, namespace, parent_hash)
-        for orphan in sorted(self._waiting[namespace].pop(block_hash, ())):
+        for orphan in sorted(self.waiting[namespace].pop(block_hash, ())):
             del self._waits_for[orphan]
             self._link(orphan, row)
         return row
 
     def insert_run(self, namespace: int, hashes: list[bytes], parent_hash: bytes, shards: int, now_us: int) -> Rows:
         """`insert` for new blocks that follow one another below ``parent_hash``."""
-        if self._waiting[namespace]:
+        if self.waiting[namespace]:
             above = [parent_hash, *hashes]
             return [self.insert(namespace, h, above[i], shards, now_us) for i, h in enumerate(hashes)]
         blocks = self.blocks
@@ -67,12 +73,44 @@ class Chains:
             blocks.next_sibling[row] = blocks.previous_sibling[row] = NIL
         return rows
 
+    def insert_forest(
+        self, namespace: int, hashes: list[bytes], parent_hashes: list[bytes], above: NDArray[np.int32], now_us: int
+    ) -> NDArray[np.int32]:
+        """`insert` for many new blocks of one shard that no block waits for; their rows.
+
+        ``above`` is the index of each one's parent among ``hashes``, or NIL: it may follow its children, but must not
+        lie below them.
+        """
+        index = self.indexes[namespace]
+        rows = np.array(self.blocks.add_run(hashes, namespace, 1, now_us), np.int32)
+        index.update(zip(hashes, rows.tolist(), strict=True))
+        parents = np.where(above >= 0, rows[above], NIL).astype(np.int32)
+        for i in np.flatnonzero(above < 0).tolist():
+            parent_hash = parent_hashes[i]
+            parents[i] = index.get(parent_hash, NIL) if parent_hash else ROOT
+            if parents[i] == NIL:
+                self._wait(int(rows[i]), namespace, parent_hash)
+        view(self.blocks.parent)[rows] = parents
+        self._link_all(rows[parents >= 0], parents[parents >= 0])
+        return rows
+
+    def complete_forest(self, rows: NDArray[np.int32], top: NDArray[np.int32]) -> None:
+        """`complete` for all blocks of `insert_forest`; ``top`` is the index of the highest one above each."""
+        blocks = self.blocks
+        parents = view(blocks.parent)[rows[top]]
+        above = view(blocks.state)[np.maximum(parents, 0)]
+        is_visible = (parents == ROOT) | ((parents >= 0) & (above == BlockState.VISIBLE))
+        view(blocks.missing_shards)[rows] = 0
+        view(blocks.state)[rows] = np.where(is_visible, BlockState.VISIBLE, BlockState.DORMANT)
+        for row in rows[view(blocks.first_child)[rows] == NIL].tolist():
+            self._on_change(row)
+
     def would_loop(self, namespace: int, hashes: list[bytes], parent_hash: bytes) -> bool:
         """Whether ``parent_hash`` lies below one of the new ``hashes``.
 
         No engine makes such hashes; but a ring has no leaf, so nothing could ever evict it.
         """
-        waiting = self._waiting[namespace]
+        waiting = self.waiting[namespace]
         if not waiting or not any(block_hash in waiting for block_hash in hashes):
             return False
         row = self.indexes[namespace].get(parent_hash, NIL)
@@ -85,23 +123,21 @@ class Chains:
         if self._parent_is_visible(row):
             self._wake(row)
         else:
-            self._set_state(row, BlockState.DORMANT)
+            self._set_states([row], BlockState.DORMANT)
 
-    def doze(self, row: int) -> None:
-        """Make the block dormant, and the visible part of its subtree with it.
+    def doze(self, *rows: int) -> None:
+        """Make blocks of one parent dormant, and the visible part of their subtrees with them.
 
-        Their last use and holds pass to its parent: leases on them cover what is still visible above, and would be
+        Their last use and holds pass to the parent: leases on them cover what is still visible above, and would be
         lost for it if the block went later.
         """
-        heir = self.blocks.parent[row]
-        stack = [row]
-        while stack:
-            row = stack.pop()
-            self.fold(row, heir)
-            was_visible = self.blocks.state[row] == BlockState.VISIBLE
-            self._set_state(row, BlockState.DORMANT)
-            if was_visible:
-                stack.extend(c for c in self.children(row) if self.blocks.state[c] == BlockState.VISIBLE)
+        heir, states = self.blocks.parent[rows[0]], self.blocks.state
+        level = list(rows)
+        while level:
+            below = self._below([row for row in level if states[row] == BlockState.VISIBLE])
+            self._fold_all(level, heir)
+            self._set_states(level, BlockState.DORMANT)
+            level = [child for child in below if states[child] == BlockState.VISIBLE]
 
     def remove(self, row: int) -> None:
         """Take the block out; its children wait for its hash, and its last use and hold pass to its parent."""
@@ -109,9 +145,10 @@ class Chains:
         namespace, block_hash, parent = blocks.namespace[row], blocks.hash[row], blocks.parent[row]
         children = list(self.children(row))
         blocks.first_child[row] = NIL
+        awake = [child for child in children if blocks.state[child] == BlockState.VISIBLE]
+        if awake:
+            self.doze(*awake)
         for child in children:
-            if blocks.state[child] == BlockState.VISIBLE:
-                self.doze(child)
             self._wait(child, namespace, block_hash)
         self.fold(row, parent)
         if parent >= 0:
@@ -154,7 +191,7 @@ class Chains:
                 assert blocks.namespace[row] == namespace
                 assert blocks.state[row] != BlockState.FREE
                 self._check_row(row, namespace)
-            for parent_hash, orphans in self._waiting[namespace].items():
+            for parent_hash, orphans in self.waiting[namespace].items():
                 assert parent_hash not in index
                 assert orphans
                 assert all(self._waits_for[orphan] == parent_hash for orphan in orphans)
@@ -174,20 +211,62 @@ class Chains:
             assert not self._parent_is_visible(row), "a complete block wakes with its parent"
 
     def _wake(self, row: int) -> None:
+        blocks = self.blocks
+        states, missing = blocks.state, blocks.missing_shards
         stack = [row]
         while stack:
+            if len(stack) >= WIDE:
+                self._set_states(stack, BlockState.VISIBLE)
+                below = self._below(stack)
+                stack = [child for child in below if states[child] == BlockState.DORMANT and not missing[child]]
+                continue
             row = stack.pop()
-            self._set_state(row, BlockState.VISIBLE)
-            child = self.blocks.first_child[row]
+            states[row] = BlockState.VISIBLE
+            child = blocks.first_child[row]
+            if child == NIL:
+                self._on_change(row)
             while child != NIL:
-                if self.blocks.state[child] == BlockState.DORMANT and not self.blocks.missing_shards[child]:
+                if states[child] == BlockState.DORMANT and not missing[child]:
                     stack.append(child)
-                child = self.blocks.next_sibling[child]
+                child = blocks.next_sibling[child]
 
-    def _set_state(self, row: int, state: BlockState) -> None:
-        self.blocks.state[row] = state
-        if self.blocks.first_child[row] == NIL:
-            self._on_change(row)
+    def _below(self, rows: list[int]) -> list[int]:
+        """The children of all ``rows``: many at a time, since a prompt that all share may have a million below it."""
+        if len(rows) < WIDE:
+            return [child for row in rows for child in self.children(row)]
+        first, following = view(self.blocks.first_child), view(self.blocks.next_sibling)
+        found: list[int] = []
+        heads = first[rows]
+        heads = heads[heads != NIL]
+        while len(heads) >= WIDE:
+            found += heads.tolist()
+            heads = following[heads]
+            heads = heads[heads != NIL]
+        for head in heads.tolist():
+            child = head
+            while child != NIL:
+                found.append(child)
+                child = self.blocks.next_sibling[child]
+        return found
+
+    def _fold_all(self, rows: list[int], ancestor: int) -> None:
+        """`fold` for each, none of which is a leaf's heir."""
+        if len(rows) >= WIDE and ancestor >= 0:
+            blocks = self.blocks
+            for column in (blocks.last_use_us, blocks.held_until_us):
+                column[ancestor] = max(column[ancestor], int(view(column)[rows].max()))
+            for row in rows:
+                self._on_fold(row, ancestor)
+            return
+        for row in rows:
+            self.fold(row, ancestor)
+
+    def _set_states(self, rows: list[int], state: BlockState) -> None:
+        states, first_child = self.blocks.state, self.blocks.first_child
+        for row in rows:
+            states[row] = state
+            if first_child[row] == NIL:
+                self._on_change(row)
 
     def _parent_is_visible(self, row: int) -> bool:
         parent = self.blocks.parent[row]
@@ -213,6 +292,23 @@ class Chains:
             blocks.previous_sibling[eldest] = row
         blocks.first_child[parent] = row
 
+    def _link_all(self, rows: NDArray[np.int32], parents: NDArray[np.int32]) -> None:
+        """`_link` for each: the last one of a parent is its first child."""
+        if not len(rows):
+            return
+        blocks = self.blocks
+        order = np.argsort(parents, kind="stable")[::-1]
+        rows, parents = rows[order], parents[order]
+        begins = np.append(True, parents[1:] != parents[:-1])
+        ends = np.append(begins[1:], True)
+        eldest = view(blocks.first_child)[parents[ends]]
+        view(blocks.next_sibling)[rows] = np.append(rows[1:], np.int32(NIL))
+        view(blocks.next_sibling)[rows[ends]] = eldest
+        view(blocks.previous_sibling)[rows] = np.append(np.int32(NIL), rows[:-1])
+        view(blocks.previous_sibling)[rows[begins]] = NIL
+        view(blocks.previous_sibling)[eldest[eldest != NIL]] = rows[ends][eldest != NIL]
+        view(blocks.first_child)[parents[begins]] = rows[begins]
+
     def _unlink(self, row: int, parent: int) -> None:
         blocks = self.blocks
         before, after = blocks.previous_sibling[row], blocks.next_sibling[row]
@@ -225,12 +321,12 @@ class Chains:
 
     def _wait(self, row: int, namespace: int, parent_hash: bytes) -> None:
         self.blocks.parent[row] = NIL
-        self._waiting[namespace].setdefault(parent_hash, set()).add(row)
+        self.waiting[namespace].setdefault(parent_hash, set()).add(row)
         self._waits_for[row] = parent_hash
 
     def _stop_waiting(self, row: int, namespace: int) -> None:
         parent_hash = self._waits_for.pop(row)
-        orphans = self._waiting[namespace][parent_hash]
+        orphans = self.waiting[namespace][parent_hash]
         orphans.discard(row)
         if not orphans:
-            del self._waiting[namespace][parent_hash]
+            del self.waiting[namespace][parent_hash]

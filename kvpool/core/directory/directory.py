@@ -4,11 +4,12 @@ This class is the whole interface of the package; it is not thread-safe (its she
 Times come from the clock it is given. Rules and their reasons: docs/design/directory.md.
 """
 
-from collections.abc import Iterable
+import numpy as np
+from numpy.typing import NDArray
 
 from kvpool.core.clock import FOREVER_US, Clock, microseconds
-from kvpool.core.directory import inventory, lookup, writing
-from kvpool.core.directory.inventory import AnnouncedBlock
+from kvpool.core.directory import inventory, lookup, losing, writing
+from kvpool.core.directory.inventory import Inventory
 from kvpool.core.directory.outbox import FreeSlot, Outbox
 from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, Match, ReserveResult
 from kvpool.core.directory.segments import Segment
@@ -67,6 +68,10 @@ class Directory:
         """The open namespace with this id; raises UnknownNamespaceError."""
         return self._state.entry(namespace_id).namespace
 
+    def knows(self, namespace_id: bytes) -> bool:
+        """Whether the namespace is open."""
+        return namespace_id in self._state.namespaces
+
     # Nodes and segments
 
     def add_segment(self, segment_id: bytes, node_id: str, capacity_bytes: int) -> int:
@@ -93,15 +98,27 @@ class Directory:
         return segment.number
 
     def lose_segment(self, segment_id: bytes) -> int:
-        """Drop what lies on a segment whose node is gone; its blocks' descendants turn dormant.
-
-        Touches that segment's placements and the descendants of what it loses, never other blocks.
+        """Close a segment whose node is gone; `drop_lost` drops what lies there.
 
         Returns:
-            Placements dropped; 0 for a segment that is not open.
+            Placements lost; 0 for a segment that is not open.
         """
         segment = self._state.segments_by_id.get(segment_id)
-        return inventory.lose_segment(self._state, segment) if segment is not None else 0
+        if segment is None:
+            return 0
+        losing.close_segment(self._state, segment)
+        return segment.blocks
+
+    def drop_lost(self, most: int = FOREVER_US) -> int:
+        """Drop up to ``most`` placements of lost segments; returns how many are left for further calls.
+
+        Touches those placements and the descendants of what goes, which turn dormant; never other blocks.
+        """
+        return losing.drop_lost(self._state, most)
+
+    def set_recovering(self, *, recovering: bool) -> None:
+        """Whether nodes have yet to announce what they hold: what is not known then is `MissReason.RECOVERING`."""
+        self._state.recovering = recovering
 
     def set_accepting(self, segment_id: bytes, *, accepting: bool) -> None:
         """Whether new blocks may be placed on the segment (a draining node's may not)."""
@@ -126,7 +143,7 @@ class Directory:
         if outbox is not None:
             outbox.acknowledge(number)
 
-    def announce(self, segment_id: bytes, namespace_id: bytes, blocks: Iterable[AnnouncedBlock]) -> list[bool]:
+    def announce(self, segment_id: bytes, namespace_id: bytes, blocks: Inventory) -> NDArray[np.bool_]:
         """Take over part of a node's inventory: committed slots, parents in any order.
 
         Returns:
@@ -307,7 +324,7 @@ class Directory:
         if segment is None:
             return False
         entry = self._state.entry(namespace_id)
-        return inventory.gone(self._state, segment, entry, block_hash, slot, generation, reason, order=order)
+        return losing.gone(self._state, segment, entry, block_hash, slot, generation, reason, order=order)
 
     def _row(self, namespace_id: bytes, block_hash: bytes) -> int:
         entry = self._state.entry(namespace_id)

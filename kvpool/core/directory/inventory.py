@@ -1,13 +1,20 @@
-"""What nodes report by themselves: inventories, blocks that are gone or bad, and the loss of a node."""
+"""What nodes announce by themselves when they join: the slots they hold, in parts and in any order.
 
-from collections.abc import Iterable
+Most of a part is new and of one shard: those blocks are taken in as columns, a microsecond each. Whatever needs a
+decision (known already, waited for, ordered free, of several shards) goes one by one.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvpool.core.clock import microseconds
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
-from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
-from kvpool.core.directory.tombstones import MissReason
+from kvpool.core.directory.table import NIL, NO_SLOT, BlockState, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,53 +30,114 @@ class AnnouncedBlock:
     age_s: float = 0.0
 
 
-def announce(
-    state: DirectoryState, segment: Segment, entry: NamespaceEntry, blocks: Iterable[AnnouncedBlock]
-) -> list[bool]:
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Part of a node's inventory: columns of `AnnouncedBlock`, equally long; a root's parent is empty."""
+
+    hashes: list[bytes]
+    parents: list[bytes]
+    shards: NDArray[np.uint16]
+    slots: NDArray[np.uint32]
+    generations: NDArray[np.uint64]
+    checksums: NDArray[np.uint64]
+    ages_s: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, blocks: Sequence[AnnouncedBlock]) -> Self:
+        """The columns of ``blocks``."""
+        return cls(
+            [block.hash for block in blocks],
+            [block.parent for block in blocks],
+            np.array([block.shard for block in blocks], np.uint16),
+            np.array([block.slot for block in blocks], np.uint32),
+            np.array([block.generation for block in blocks], np.uint64),
+            np.array([block.checksum for block in blocks], np.uint64),
+            np.array([block.age_s for block in blocks], np.float32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def block(self, i: int) -> AnnouncedBlock:
+        """One of them."""
+        return AnnouncedBlock(
+            hash=self.hashes[i],
+            parent=self.parents[i],
+            shard=int(self.shards[i]),
+            slot=int(self.slots[i]),
+            generation=int(self.generations[i]),
+            checksum=int(self.checksums[i]),
+            age_s=float(self.ages_s[i]),
+        )
+
+    def select(self, chosen: Sequence[int]) -> "Inventory":
+        """Some of them."""
+        if len(chosen) == len(self):
+            return self
+        return Inventory(
+            [self.hashes[i] for i in chosen],
+            [self.parents[i] for i in chosen],
+            self.shards[chosen],
+            self.slots[chosen],
+            self.generations[chosen],
+            self.checksums[chosen],
+            self.ages_s[chosen],
+        )
+
+
+def announce(state: DirectoryState, segment: Segment, entry: NamespaceEntry, part: Inventory) -> NDArray[np.bool_]:
     """See `Directory.announce`."""
-    return [_announce_one(state, segment, entry, block) for block in blocks]
+    segment.spared_until_us = state.spared_until_us
+    wanted = np.zeros(len(part), np.bool_)
+    chosen = _plain(state, segment, entry, part)
+    if chosen and _take_all(state, segment, entry, part.select(chosen)):
+        wanted[chosen] = True
+    for i in np.flatnonzero(~wanted).tolist():
+        wanted[i] = _announce_one(state, segment, entry, part.block(i))
+    return wanted
 
 
-def gone(
-    state: DirectoryState,
-    segment: Segment,
-    entry: NamespaceEntry,
-    block_hash: bytes,
-    slot: int,
-    generation: int,
-    reason: MissReason,
-    *,
-    order: bool,
-) -> bool:
-    """Drop the placement that is exactly this slot and generation; False when the directory has moved on."""
-    row = state.chains.indexes[entry.number].get(block_hash, NIL)
-    rows = state.placements.rows
-    for placement in state.placements.of_block(row) if row != NIL else ():
-        where = (rows.segment[placement], rows.slot[placement], rows.generation[placement])
-        if where == (segment.number, slot, generation):
-            state.drop_placement(placement, reason, order=order)
-            return True
-    return False
+def _plain(state: DirectoryState, segment: Segment, entry: NamespaceEntry, part: Inventory) -> list[int]:
+    """Indexes of the blocks that need no decision; all fit the segment."""
+    outbox = state.outboxes.get(segment.node_id)
+    if entry.namespace.shards != 1 or not (outbox is None or outbox.is_empty):
+        return []
+    if len(set(part.hashes)) != len(part) or segment.free_bytes < len(part) * entry.slot_bytes:
+        return []
+    index, waiting = state.chains.indexes[entry.number], state.chains.waiting[entry.number]
+    sound = ((part.shards == 0) & (part.slots != NO_SLOT)).tolist()
+    return [i for i, h in enumerate(part.hashes) if sound[i] and h not in index and h not in waiting]
 
 
-def lose_segment(state: DirectoryState, segment: Segment) -> int:
-    """Drop every placement of ``segment``, its own list only, and close it. Returns the placements dropped."""
-    placements = list(state.placements.of_segment(segment))
-    for placement in placements:
-        # A block in flight goes whole at its first lost shard, and takes its other placements with it.
-        if state.placements.rows.segment[placement] == segment.number and placement_is_live(state, placement):
-            state.drop_placement(placement, MissReason.NODE_DOWN, order=False)
-    state.placements.remove_segment(segment)
-    state.freed.pop(segment.number, None)
-    state.policy.lost(segment.number)
-    del state.segments_by_id[segment.segment_id]
-    state.counts["lost_blocks"] += len(placements)
-    return len(placements)
+def _take_all(state: DirectoryState, segment: Segment, entry: NamespaceEntry, part: Inventory) -> bool:
+    """Take in blocks that nothing is known of; False, with nothing changed, when some are their own ancestors."""
+    places = dict(zip(part.hashes, range(len(part)), strict=True))
+    above = np.array([places.get(parent, NIL) for parent in part.parents], np.int32)
+    top = _tops(above)
+    if top is None:
+        return False
+    now_us = state.now_us()
+    rows = state.chains.insert_forest(entry.number, part.hashes, part.parents, above, now_us)
+    used_us = now_us - (part.ages_s.astype(np.float64) * 1e6)
+    view(state.blocks.last_use_us)[rows] = np.maximum(used_us, 0).astype(np.int64)
+    columns = (part.slots, part.generations, part.checksums)
+    state.placements.add_committed(rows, segment, entry.slot_bytes, *columns)
+    state.chains.complete_forest(rows, top)
+    return True
 
 
-def placement_is_live(state: DirectoryState, placement: int) -> bool:
-    """Whether the row is in use."""
-    return state.placements.rows.block[placement] != NIL
+def _tops(above: NDArray[np.int32]) -> NDArray[np.int32] | None:
+    """For each block the highest ancestor in the part, itself at the top; None when some form a ring.
+
+    Doubles the step each time round: as many times as the longest chain's length has digits.
+    """
+    is_top = above < 0
+    top = np.where(is_top, np.arange(len(above), dtype=np.int32), above)
+    for _ in range(len(above).bit_length()):
+        if is_top[top].all():
+            return top
+        top = top[top]
+    return top if is_top[top].all() else None
 
 
 def _announce_one(state: DirectoryState, segment: Segment, entry: NamespaceEntry, block: AnnouncedBlock) -> bool:

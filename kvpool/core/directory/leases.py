@@ -30,14 +30,14 @@ class _Leased:
 
 
 class LeaseLedger:
-    """The live leases by number, and by row of the leased block."""
+    """The live leases by number, and by row of the leased block; numbers follow ``last_number``."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_number: int = 0) -> None:
         self.held_bytes = 0
         self._leases: dict[int, _Lease] = {}
         self._by_row: dict[int, _Leased] = {}
         self._expiry: list[tuple[int, int]] = []
-        self._last_number = 0
+        self._last_number = last_number
 
     def __len__(self) -> int:
         return len(self._leases)

@@ -22,6 +22,9 @@ LEASE_MARGIN_S = 0.25
 """The grantor holds a lease this much longer than it says, so that it outlasts the holder's own count."""
 
 
+_UNSURE = (MissReason.COLD, MissReason.PARENT_MISSING)
+
+
 def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int, lease_s: float) -> Match:
     """See `Directory.match`."""
     blocks = _check_first(hashes, first)
@@ -90,6 +93,12 @@ def visible_prefix(state: DirectoryState, index: Index, hashes: bytes, blocks: i
 
 def explain(state: DirectoryState, entry: NamespaceEntry, block_hash: bytes) -> MissReason | None:
     """Why ``block_hash`` cannot be matched; None if it can."""
+    reason = _known_reason(state, entry, block_hash)
+    # A node that has yet to report may hold the block, or its ancestor.
+    return MissReason.RECOVERING if state.recovering and reason in _UNSURE else reason
+
+
+def _known_reason(state: DirectoryState, entry: NamespaceEntry, block_hash: bytes) -> MissReason | None:
     row = state.chains.indexes[entry.number].get(block_hash, NIL)
     if row == NIL:
         tombstone = state.tombstones.find(entry.number, block_hash)
@@ -101,7 +110,8 @@ def explain(state: DirectoryState, entry: NamespaceEntry, block_hash: bytes) -> 
         return MissReason.IN_FLIGHT
     if state.blocks.missing_shards[row]:
         tombstone = state.tombstones.find(entry.number, block_hash)
-        return tombstone.reason if tombstone else MissReason.NODE_DOWN
+        unknown = MissReason.RECOVERING if state.recovering else MissReason.NODE_DOWN
+        return tombstone.reason if tombstone else unknown
     return MissReason.PARENT_MISSING
 
 

@@ -54,6 +54,11 @@ class Outbox:
         start = max(after + 1, oldest)
         return [self._pending[number] for number in range(start, min(start + most, self.last_number + 1))]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether every order is acknowledged."""
+        return not self._pending
+
     def has_freed(self, segment_id: bytes, slot: int, generation: int) -> bool:
         """Whether an unacknowledged order frees exactly this slot and generation."""
         return self._slots.get((segment_id, slot)) == generation

@@ -75,7 +75,7 @@ class Placer:
         firsts = {
             number: first
             for number, segment in self._placements.segments.items()
-            if segment.accepts and segment.capacity_bytes >= slot_bytes
+            if segment.accepts and segment.capacity_bytes >= slot_bytes and segment.spared_until_us <= now_us
             if (first := self._policy.first(number, now_us)) is not None
         }
         if not firsts:

@@ -27,13 +27,13 @@ class Reservation:
 
 
 class Reservations:
-    """The open reservations. An in-flight row belongs to exactly one."""
+    """The open reservations. An in-flight row belongs to exactly one; numbers follow ``last_number``."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_number: int = 0) -> None:
         self._open: dict[int, Reservation] = {}
         self._by_row: dict[int, Reservation] = {}
         self._deadlines: list[tuple[int, int]] = []
-        self._last_number = 0
+        self._last_number = last_number
 
     def __len__(self) -> int:
         return len(self._open)

@@ -4,7 +4,10 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvpool.core.directory.table import NIL, BlockTable, PlacementTable, Rows
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.core.directory.table import NEVER_US, NIL, BlockTable, PlacementTable, Rows, view
 
 
 @dataclass(slots=True)
@@ -15,7 +18,8 @@ class Segment:
         number: The directory's short name for it; never reused while the directory lives.
         capacity_bytes: Bytes its slots may take.
         used_bytes: Sum of the slots of its placements, reserved and committed.
-        accepts: False while its node drains: nothing new is placed there.
+        accepts: False while its node drains or is lost: nothing new is placed there.
+        spared_until_us: Nothing is evicted before: leases that an earlier service gave may still run.
         first: First row of its list of placements.
         blocks: Length of that list.
     """
@@ -26,6 +30,7 @@ class Segment:
     capacity_bytes: int
     used_bytes: int = 0
     accepts: bool = True
+    spared_until_us: int = NEVER_US
     first: int = NIL
     blocks: int = 0
 
@@ -102,6 +107,34 @@ class Placements:
             following = placement
         rows.segment_previous[following] = NIL
         segment.first = following
+        segment.blocks += count
+        segment.used_bytes += count * slot_bytes
+        self.used_bytes += count * slot_bytes
+
+    def add_committed(
+        self,
+        blocks: NDArray[np.int32],
+        segment: Segment,
+        slot_bytes: int,
+        slots: NDArray[np.uint32],
+        generations: NDArray[np.uint64],
+        checksums: NDArray[np.uint64],
+    ) -> None:
+        """`add` for new blocks of one shard that are written already."""
+        count, rows = len(blocks), self.rows
+        placements = np.array(rows.add_run(blocks.tolist(), 0, segment.number), np.int32)
+        view(rows.slot)[placements] = slots
+        view(rows.generation)[placements] = generations
+        view(rows.checksum)[placements] = checksums
+        view(self._blocks.home_segment)[blocks] = segment.number
+        view(self._blocks.placement)[blocks] = placements
+        view(rows.segment_next)[placements[1:]] = placements[:-1]
+        view(rows.segment_previous)[placements[:-1]] = placements[1:]
+        rows.segment_next[placements[0]] = segment.first
+        rows.segment_previous[placements[-1]] = NIL
+        if segment.first != NIL:
+            rows.segment_previous[segment.first] = int(placements[0])
+        segment.first = int(placements[-1])
         segment.blocks += count
         segment.used_bytes += count * slot_bytes
         self.used_bytes += count * slot_bytes

@@ -30,6 +30,10 @@ class DirectoryConfig:
         pressure: Fill above which the pool counts as nearly full.
         age_slack: See `Placer`.
         tombstones: How many departed blocks `explain` remembers.
+        spare_s: How long after its start nothing is evicted from segments that announced blocks: readers may hold
+            leases on them that an earlier directory gave.
+        epoch: Up to 31 bits that every reservation and lease number begins with: random ones make numbers that an
+            earlier directory gave name nothing here.
     """
 
     policy: str = "lru"
@@ -37,6 +41,8 @@ class DirectoryConfig:
     pressure: float = 0.95
     age_slack: float = 0.05
     tombstones: int = 65_536
+    spare_s: float = 0.0
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +63,11 @@ class DirectoryState:
         self.counts: Counter[str] = Counter()
         self.blocks = BlockTable()
         self.policy = create_policy(config.policy, self.blocks)
-        self.leases = LeaseLedger()
+        self.leases = LeaseLedger(config.epoch << 32)
         self.chains = Chains(self.blocks, self.policy.changed, self.leases.move)
         self.placements = Placements(self.blocks)
         self.placer = Placer(self.placements, self.policy, self.evict, config.age_slack)
-        self.reservations = Reservations()
+        self.reservations = Reservations(config.epoch << 32)
         self.tombstones = Tombstones(config.tombstones)
         self.outboxes: dict[str, Outbox] = {}
         self.namespaces: dict[bytes, NamespaceEntry] = {}
@@ -69,7 +75,11 @@ class DirectoryState:
         self.segments_by_id: dict[bytes, Segment] = {}
         self.freed: dict[int, deque[FreeSlot]] = {}
         """Latest orders by segment that no grant has carried: the next one there does, so that its slots find room."""
+        self.lost: list[Segment] = []
+        """Closed segments that still have placements, oldest loss first."""
+        self.recovering = False
         self._clock = clock
+        self.spared_until_us = self.now_us() + microseconds(config.spare_s)
 
     def now_us(self) -> int:
         """The clock's time in microseconds."""
@@ -143,6 +153,7 @@ class DirectoryState:
         if rows.slot[placement] == NO_SLOT:
             return
         segment = self.placements.segments[rows.segment[placement]]
+        rest = rest or segment.spared_until_us > self.now_us()
         outbox = self.outboxes.setdefault(segment.node_id, Outbox())
         order = outbox.push(segment.segment_id, rows.slot[placement], rows.generation[placement], rest=rest)
         self.freed.setdefault(segment.number, deque(maxlen=FREED_MAX)).append(order)

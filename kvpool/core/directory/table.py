@@ -7,6 +7,10 @@ keep a block with one placement under 320 bytes, its hash and index entry includ
 from array import array
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 NIL = -1
 """No row: an unknown parent, the end of a list."""
@@ -32,6 +36,14 @@ class BlockState(IntEnum):
 
 Rows = Sequence[int]
 """Row numbers; a ``range`` where they follow one another, which lets columns be written as slices."""
+
+
+def view(column: "array[int]") -> NDArray[Any]:
+    """The column as a numpy array, to read or write many rows at once.
+
+    While it lives the column cannot grow: use it in one expression and let it go.
+    """
+    return np.frombuffer(column, column.typecode)
 
 
 class BlockTable:
