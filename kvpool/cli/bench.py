@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Group, RenderableType
 
@@ -19,15 +20,20 @@ from kvpool.bench.recovery import RecoveryRow
 from kvpool.bench.store import StoreRow, StoreSettings
 from kvpool.bench.trace import read_trace
 from kvpool.bench.transfer import TransferRow, TransferSettings
+from kvpool.bench.vllm import VllmRows, VllmSettings, measure_vllm
+from kvpool.bench.vllm_engine import require_vllm
+from kvpool.bench.vllm_mooncake import missing_mooncake
+from kvpool.bench.vllm_rows import MOONCAKE, PATHS
 from kvpool.bench.workload import AgentSettings, Workload, agent_workload
-from kvpool.cli.output import Format, FormatOption, emit, table
+from kvpool.cli.bench_vllm import vllm_views
+from kvpool.cli.output import Format, FormatOption, emit, table, target
 from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
 from kvpool.core.errors import UsageError
 from kvpool.core.units import format_size, parse_size
 from kvpool.ops.logging import configure
 from kvpool.ops.settings import LogSettings
 
-Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow | RecoveryRow | LossRow
+Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow | RecoveryRow | LossRow | VllmRows
 
 MEMORY_BLOCKS = 1_000_000
 RECOVERY_BLOCKS = 1_000_000
@@ -122,9 +128,42 @@ def recovery(
     _show(_recovery_rows(blocks, workloads), output)
 
 
+@bench.command()
+def vllm(
+    *,
+    paths: Annotated[str, typer.Option(help=f"Some of {','.join(PATHS)}.")] = ",".join(PATHS),
+    rounds: Annotated[int, typer.Option(help="Prompts for each engine.")] = 5,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = VllmSettings().prompt_tokens,
+    decode_loads: Annotated[
+        int, typer.Option(help="Loads beside a running request, for its delay; 0: do not measure.")
+    ] = VllmSettings().decode_loads,
+    engine_cpus: Annotated[
+        str | None, typer.Option(help="Processors engines compute on, e.g. 0-1. [default: all]")
+    ] = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    """Time vLLM's first token with a tiny model: prompt computed, cached, and loaded from a pool; takes minutes.
+
+    Needs vLLM in this Python: `make setup-vllm` puts it into .venv-vllm.
+    """
+    settings = VllmSettings(
+        paths=tuple(_words(paths)),
+        rounds=rounds,
+        prompt_tokens=prompt_tokens,
+        decode_loads=decode_loads,
+        cpus=engine_cpus,
+    )
+    require_vllm()
+    reason = missing_mooncake() if MOONCAKE in settings.paths else None
+    if reason is not None:
+        typer.echo(f"{MOONCAKE} is left out: {reason}", err=True)
+        settings = msgspec.structs.replace(settings, paths=tuple(path for path in settings.paths if path != MOONCAKE))
+    _show(measure_vllm(settings, lambda text: typer.echo(f"{text} ...", err=True)), output)
+
+
 @bench.command(name="all")
 def all_(*, output: FormatOption = Format.TEXT) -> None:
-    """Run every benchmark with its defaults; takes a few minutes."""
+    """Run every benchmark but vllm, which needs more than kvpool, with its defaults; takes a few minutes."""
     products = itertools.product(transfers.TRANSPORTS, transfers.OPS, transfers.BLOCK_BYTES)
     for rows in (
         _transfer_rows(TransferSettings(transport=t, op=op, block_bytes=size) for t, op, size in products),
@@ -172,6 +211,7 @@ def _show(rows: Iterable[Row], output: Format) -> None:
             _stores(done),
             _recoveries(done),
             _losses(done),
+            *vllm_views(done),
         ):
             if view is not None:
                 emit(None, output, view)
@@ -185,7 +225,7 @@ def _transfers(rows: Sequence[Row]) -> RenderableType | None:
             f"{row.gbps:.2f}",
             f"{row.limit_gbps:.2f}",
             f"{row.ratio:.2f}",
-            _target(transfers.TARGETS.get((row.transport, row.op)), ">="),
+            target(transfers.TARGETS.get((row.transport, row.op)), ">="),
             f"{row.cpu_s_per_gb:.3f}",
             f"{row.p50_us_single:.0f}",
         )
@@ -210,7 +250,7 @@ def _lookups(rows: Sequence[Row]) -> RenderableType | None:
             f"{row.size:,}",
             row.via,
             f"{row.p50_ms:.3f}",
-            _target(lookups.TARGETS_MS.get(row.size), "<="),
+            target(lookups.TARGETS_MS.get(row.size), "<="),
             f"{row.p99_ms:.3f}",
             f"{row.keys_per_s:,.0f}",
         )
@@ -227,7 +267,7 @@ def _cores(rows: Sequence[Row]) -> RenderableType | None:
 
 def _memory(rows: Sequence[Row]) -> RenderableType | None:
     cells = [
-        (f"{row.blocks:,}", f"{row.bytes_per_block:.0f}", _target(lookups.TARGET_BYTES_PER_BLOCK, "<="))
+        (f"{row.blocks:,}", f"{row.bytes_per_block:.0f}", target(lookups.TARGET_BYTES_PER_BLOCK, "<="))
         for row in rows
         if isinstance(row, DirectoryMemoryRow)
     ]
@@ -243,10 +283,10 @@ def _stores(rows: Sequence[Row]) -> RenderableType | None:
             (
                 "index: reserve + commit, blocks/s",
                 f"{row.blocks_per_s:,.0f}",
-                _target(stores.TARGET_BLOCKS_PER_S, ">="),
+                target(stores.TARGET_BLOCKS_PER_S, ">="),
             ),
-            ("2 MiB put until visible elsewhere, ms", f"{row.visible_ms:.2f}", _target(stores.TARGET_VISIBLE_MS, "<=")),
-            ("through a node, 4 KiB blocks/s", f"{row.end_to_end_blocks_per_s:,.0f}", _target(None, "")),
+            ("2 MiB put until visible elsewhere, ms", f"{row.visible_ms:.2f}", target(stores.TARGET_VISIBLE_MS, "<=")),
+            ("through a node, 4 KiB blocks/s", f"{row.end_to_end_blocks_per_s:,.0f}", target(None, "")),
         )
     ]
     return table(("store", "#measured", "#target"), cells) if cells else None
@@ -259,7 +299,7 @@ def _recoveries(rows: Sequence[Row]) -> RenderableType | None:
             f"{row.blocks:,}",
             f"{row.seconds:.2f}",
             f"{row.cpu_s:.2f}",
-            _target(recoveries.TARGETS_S.get(row.what), "<="),
+            target(recoveries.TARGETS_S.get(row.what), "<="),
             f"{row.lookup_max_ms:.1f}",
         )
         for row in rows
@@ -287,10 +327,6 @@ def _losses(rows: Sequence[Row]) -> RenderableType | None:
         f"Left: hits in the next {losses.WINDOW:.0%} of the requests, and in as many after them, part of those without "
         "the loss.",
     )
-
-
-def _target(value: float | None, relation: str) -> str:
-    return "-" if value is None else f"{relation} {value:,g}"
 
 
 def _words(text: str) -> list[str]:

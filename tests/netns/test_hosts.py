@@ -16,7 +16,7 @@ from tests.netns.spaces import Network, Space, why_not
 from tests.vllm.serving import Server, kv_transfer
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 PROMPT_TOKENS = 1_280
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS

@@ -1,4 +1,4 @@
-"""The connector's bookkeeping under any order of events: leases and loads end exactly once, offers are what is there."""
+"""The connector's bookkeeping under any order of events: leases and loads end once, offers are what is there."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
@@ -83,8 +83,9 @@ class Requests(RuleBasedStateMachine):
         failed_from = None if failed_from is None else min(failed_from, len(job.blocks) - 1)
         if failed_from is not None and job.request_id in self.chains:
             self.failed.add(job.request_id)
-        loading = self.book.load_reported(job.number, LoadReport(failed_from, "evicted", 0, 0.1))
-        self.reports[job.number] = self.reports.get(job.number, 0) + 1
+        rank = self.reports.get(job.number, 0)
+        loading = self.book.load_reported(job.number, LoadReport(failed_from, "evicted", 0, 0.1, rank))
+        self.reports[job.number] = rank + 1
         assert (loading is not None) == (self.reports[job.number] == RANKS)
         if loading is not None:
             self.release(loading.lease)
@@ -125,11 +126,11 @@ class Requests(RuleBasedStateMachine):
         for name in list(self.chains):
             self.release(self.book.finished(name))
         for job in list(self.loading.values()):
-            for _ in range(RANKS - self.reports.get(job.number, 0)):
-                loading = self.book.load_reported(job.number, LoadReport(None, "", 0, 0.1))
+            for rank in range(self.reports.get(job.number, 0), RANKS):
+                loading = self.book.load_reported(job.number, LoadReport(None, "", 0, 0.1, rank))
             self.release(loading.lease)
         assert not self.leases, "a lease was lost"
-        assert 0 == self.book.loads
+        assert self.book.loads == 0
 
 
 TestRequests = Requests.TestCase

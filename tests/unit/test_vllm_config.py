@@ -9,7 +9,7 @@ from kvpool_connector.vllm.version import check_version
 
 def test_nothing_needs_to_be_said() -> None:
     config = parse_config({})
-    assert ("grpc://127.0.0.1:7300", ("shm", "tcp"), True) == (config.pool, config.transports, config.save_decode)
+    assert (config.pool, config.transports, config.save_decode) == ("grpc://127.0.0.1:7300", ("shm", "tcp"), True)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.integration.conftest import Pool
 from tests.vllm.serving import Server
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
 BLOCKS = 20
 PROMPT_TOKENS = BLOCKS * BLOCK_TOKENS + 3

@@ -11,7 +11,7 @@ from tests.integration.conftest import Pool
 from tests.vllm.serving import Server, kv_transfer
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(400)  # three engines, five workers
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]  # three engines, five workers
 
 BLOCKS = 31
 PROMPT_TOKENS = BLOCKS * BLOCK_TOKENS + 5

@@ -78,17 +78,16 @@ class PoolCalls:
 
     def reserve(self, number: int, hashes: bytes, first: int) -> None:
         """Ask for places for the chain's blocks from ``first`` on; the answer comes to `reservations`."""
-        self._others.submit(self._reserve, number, hashes, first)
+        self._others.submit(self._reserve, number, hashes, first, time.monotonic() + self._call_timeout_s)
 
     def release(self, lease: int) -> None:
         """End a lease."""
         if lease:
-            self._later(lambda keyspace: keyspace.release(Match(0, None, lease), timeout_s=self._call_timeout_s))
+            self._later(partial(Keyspace.release, matched=Match(0, None, lease)))
 
     def abort(self, reservation: Reservation, blocks: list[int], *, crowded: bool) -> None:
         """Give reserved blocks back, for every rank."""
-        call = partial(Keyspace.abort, reservation=reservation, blocks=blocks, crowded=crowded)
-        self._later(partial(call, timeout_s=self._call_timeout_s))
+        self._later(partial(Keyspace.abort, reservation=reservation, blocks=blocks, crowded=crowded))
 
     def close(self) -> None:
         """End the threads; what has not begun is dropped."""
@@ -109,13 +108,14 @@ class PoolCalls:
         elapsed_s = time.monotonic() - started_s
         self.answers.put(Answered(request_id, number, matched.blocks, matched.lease, elapsed_s, failed))
 
-    def _reserve(self, number: int, hashes: bytes, first: int) -> None:
-        keyspace = self._link.keyspace
-        if keyspace is None:
-            self.reservations.put(Reserved(number, None, "the pool is not reached"))
+    def _reserve(self, number: int, hashes: bytes, first: int, deadline_s: float) -> None:
+        # Of a silent pool's queue only the first waits: the blocks of all others are held meanwhile.
+        keyspace, left_s = self._link.keyspace, deadline_s - time.monotonic()
+        if keyspace is None or left_s <= 0:
+            self.reservations.put(Reserved(number, None, "the pool is not reached in time"))
             return
         try:
-            reservation = keyspace.reserve(hashes, first=first, timeout_s=self._call_timeout_s)
+            reservation = keyspace.reserve(hashes, first=first, timeout_s=left_s)
         except KvpoolError as error:
             self._ended(failed=True)
             self.reservations.put(Reserved(number, None, str(error)))
@@ -123,12 +123,14 @@ class PoolCalls:
         self._ended(failed=False)
         self.reservations.put(Reserved(number, reservation))
 
-    def _later(self, call: Callable[[Keyspace], object]) -> None:
+    def _later(self, call: Callable[..., object]) -> None:
+        deadline_s = time.monotonic() + self._call_timeout_s
+
         def run() -> None:
-            keyspace = self._link.keyspace
-            if keyspace is not None:
+            keyspace, left_s = self._link.keyspace, deadline_s - time.monotonic()
+            if keyspace is not None and left_s > 0:
                 try:
-                    call(keyspace)
+                    call(keyspace, timeout_s=left_s)
                 except KvpoolError:
                     return  # leases and reservations run out by themselves
 

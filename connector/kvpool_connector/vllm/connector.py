@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 check_version(vllm_version)
 
+FOREIGN = "MultiConnector hands on the handshake of its first connector that has one: name kvpool before that one"
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 log = logging.getLogger("vllm.kvpool")
 
@@ -128,9 +129,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._asked.bind(kv_cache_manager)
 
     @_guarded()
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Handshake]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
         """See the base class."""
-        self._asked.agree({rank: handshake.fingerprint for rank, handshake in metadata.items()})
+        ours = {rank: said.fingerprint if isinstance(said, Handshake) else FOREIGN for rank, said in metadata.items()}
+        self._asked.agree(ours)
 
     @_guarded()
     def on_new_request(self, request: "Request") -> None:

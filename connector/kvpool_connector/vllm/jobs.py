@@ -68,12 +68,14 @@ class LoadReport:
         reason: Why not.
         size_bytes: Verified bytes.
         elapsed_s: From the job's arrival to its end.
+        rank: Whose report it is; one that comes again counts once.
     """
 
     failed_from: int | None
     reason: str
     size_bytes: int
     elapsed_s: float
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +83,14 @@ class SaveReport:
     """How a save ended, on as many ranks as have reported.
 
     Attributes:
-        ranks: Number of ranks.
+        ranks: Which these are; one that comes again counts once.
         failed: Indexes into the reservation's slice that some rank did not write.
         crowded: Whether a node had no extent long enough.
         size_bytes: Bytes committed.
         elapsed_s: Of the slowest rank.
     """
 
-    ranks: int
+    ranks: frozenset[int]
     failed: frozenset[int]
     crowded: bool
     size_bytes: int
@@ -97,7 +99,7 @@ class SaveReport:
     def merge(self, other: "SaveReport") -> "SaveReport":
         """Both ranks' reports in one."""
         return SaveReport(
-            self.ranks + other.ranks,
+            self.ranks | other.ranks,
             self.failed | other.failed,
             self.crowded or other.crowded,
             self.size_bytes + other.size_bytes,

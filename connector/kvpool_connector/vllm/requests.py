@@ -4,8 +4,8 @@ Methods are events; what they return is what to do. The clock is passed in. A ch
 blocks from the root on; a request that generates grows its chain.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvpool.core.keys import split_hashes
@@ -55,6 +55,7 @@ class Tracked:
         load: Number of the load under way.
         load_failed: Whether a load failed: none is offered again, or the request would never end (V7).
         saved: Blocks before this one are in the pool, or on their way.
+        stale: Whether its blocks are of another namespace (older weights): they are never saved.
     """
 
     lookup: Lookup | None = None
@@ -62,6 +63,7 @@ class Tracked:
     load: int | None = None
     load_failed: bool = False
     saved: int = 0
+    stale: bool = False
 
 
 @dataclass(slots=True)
@@ -71,14 +73,16 @@ class Loading:
     Attributes:
         job: What the workers were given.
         lease: To release when it has ended.
-        ranks_left: Ranks that have not reported.
+        ranks: How many ranks there are.
+        reported: Those that have reported.
         failed_from: Index in the job's blocks of the first that some rank did not load.
     """
 
     job: LoadJob
     lease: int
-    ranks_left: int
+    ranks: int
     failed_from: int | None = None
+    reported: set[int] = field(default_factory=set)
 
 
 class RequestBook:
@@ -214,14 +218,14 @@ class RequestBook:
     def load_reported(self, number: int, report: LoadReport) -> Loading | None:
         """One rank's load has ended; the whole load, when this was the last rank."""
         loading = self._loads.get(number)
-        if loading is None:
+        if loading is None or report.rank in loading.reported:
             return None
-        loading.ranks_left -= 1
+        loading.reported.add(report.rank)
         if report.failed_from is not None:
             known = loading.failed_from
             loading.failed_from = report.failed_from if known is None else min(known, report.failed_from)
             self._load_failed(loading, report)
-        if loading.ranks_left:
+        if len(loading.reported) < loading.ranks:
             return None
         del self._loads[number]
         self._loading.difference_update(_split(loading.job))
@@ -235,7 +239,7 @@ class RequestBook:
     def unsaved(self, request_id: str, full_blocks: int) -> range:
         """Blocks of the request that are computed and not saved: ``full_blocks`` are whole and final."""
         tracked = self._requests.get(request_id)
-        if tracked is None or tracked.load is not None:
+        if tracked is None or tracked.load is not None or tracked.stale:
             return range(0)
         return range(tracked.saved, full_blocks)
 
@@ -251,10 +255,11 @@ class RequestBook:
         self._requests.pop(request_id, None)
         return lease
 
-    def forget_lookups(self) -> None:
-        """The namespace has changed: nothing that was found holds any more."""
-        for tracked in self._requests.values():
+    def forget_lookups(self, computed: Collection[str] = ()) -> None:
+        """The namespace has changed: nothing that was found holds, and what ``computed`` requests have is old."""
+        for request_id, tracked in self._requests.items():
             tracked.lookup, tracked.plan, tracked.saved = None, None, 0
+            tracked.stale |= request_id in computed
 
     def check_integrity(self) -> None:
         """Assert that requests and loads agree; for tests."""
@@ -262,7 +267,7 @@ class RequestBook:
         for request_id, tracked in self._requests.items():
             if tracked.load is not None:
                 assert self._loads[tracked.load].job.request_id == request_id
-        assert all(loading.ranks_left > 0 for loading in self._loads.values())
+        assert all(len(loading.reported) < loading.ranks for loading in self._loads.values())
 
     def _load_failed(self, loading: Loading, report: LoadReport) -> None:
         tracked = self._requests.get(loading.job.request_id)

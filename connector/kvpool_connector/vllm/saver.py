@@ -83,6 +83,13 @@ class Saver:
         self._count("save_dropped_blocks", len(failed))
         self._end(saving)
 
+    def drop_unsent(self) -> None:
+        """Saves that no rank has been given end here: whoever would answer for them is gone."""
+        ready, self._ready = {job.number for job in self._ready}, []
+        for saving in self.book.unsent(ready):
+            self._count("save_dropped_blocks", len(saving.blocks))
+            self._end(saving)
+
     def _begin(
         self,
         calls: PoolCalls,

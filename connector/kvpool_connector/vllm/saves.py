@@ -4,7 +4,7 @@ The blocks of a save are referenced from its plan until the last rank has report
 computed (V2); jobs have numbers of their own, because request ids come back after a preemption (V3).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from kvpool import Reservation, Want
@@ -92,8 +92,14 @@ class SaveBook:
         saving = self._saves.get(number)
         if saving is None:
             return None
+        if saving.report is not None and report.ranks <= saving.report.ranks:
+            return None
         saving.report = report if saving.report is None else saving.report.merge(report)
-        return saving if saving.report.ranks >= ranks else None
+        return saving if len(saving.report.ranks) >= ranks else None
+
+    def unsent(self, ready: Container[int]) -> list[Saving]:
+        """Saves without places, and those of the numbers ``ready``, whose jobs wait for the next step."""
+        return [s for s in self._saves.values() if s.reservation is None or s.number in ready]
 
     def ended(self, number: int) -> list[int]:
         """A save is over, whatever came of it; the block ids to let go."""

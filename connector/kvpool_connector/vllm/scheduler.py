@@ -110,6 +110,7 @@ class PoolScheduler:
             calls.close()
         if link is not None:
             link.close()
+        self.saver.drop_unsent()
 
     def reset(self) -> bool:
         """Never match again what was saved so far (the weights have changed); other namespaces stay.
@@ -120,7 +121,7 @@ class PoolScheduler:
         if self._namespace is None:
             return True
         self.shutdown()
-        self.book.forget_lookups()
+        self.book.forget_lookups({name for name, request in self._live.items() if request.num_computed_tokens})
         # A number would meet the blocks of an engine that counted as far with other weights.
         extra = self._namespace.extra | {"reset": secrets.token_hex(8)}
         self._open(msgspec.structs.replace(self._namespace, extra=extra))

@@ -78,6 +78,8 @@ class PoolWorker:
         self._kv_cache_config = kv_cache_config
         self._config = config
         parallel = vllm_config.parallel_config
+        self._rank = rank[0] * parallel.tensor_parallel_size + rank[1]
+        self._ranks = frozenset({self._rank})
         self._shard, self._writes = shard_of(rank, parallel.tensor_parallel_size, kv_cache_config.kv_tp_replicas)
         self._principal = f"vllm:{str(vllm_config.kv_transfer_config.engine_id)[:8]}:{rank[0]}.{rank[1]}"
         self._pages: Pages | None = None
@@ -128,7 +130,7 @@ class PoolWorker:
             except Exception:
                 log.exception("kvpool: save %d could not begin", job.number)
                 self._save_ended(
-                    job, SaveReport(1, frozenset(_wanted(job)), crowded=False, size_bytes=0, elapsed_s=0.0)
+                    job, SaveReport(self._ranks, frozenset(_wanted(job)), crowded=False, size_bytes=0, elapsed_s=0.0)
                 )
 
     def cancel(self, request_ids: set[str]) -> None:
@@ -185,7 +187,7 @@ class PoolWorker:
 
     def _load_ended(self, job: LoadJob, loaded: int, reason: str, elapsed_s: float) -> None:
         wanted, size_bytes = len(job.blocks), loaded * self._block_bytes
-        report = LoadReport(None if loaded == wanted else loaded, reason, size_bytes, elapsed_s)
+        report = LoadReport(None if loaded == wanted else loaded, reason, size_bytes, elapsed_s, self._rank)
         with self._lock:
             self._running.pop(job.number, None)
             self._cancelled.discard(job.number)
@@ -234,7 +236,7 @@ class PoolWorker:
                     size_bytes = len(written[0]) * self._block_bytes
         except Exception:
             log.exception("kvpool: save %d failed", job.number)
-        self._save_ended(job, SaveReport(1, failed, crowded, size_bytes, time.monotonic() - arrived_s))
+        self._save_ended(job, SaveReport(self._ranks, failed, crowded, size_bytes, time.monotonic() - arrived_s))
 
     def _save_ended(self, job: SaveJob, report: SaveReport) -> None:
         with self._lock:
