@@ -88,7 +88,7 @@ def _flag(key: str) -> object:
 
 def _default_text(key: str) -> str:
     default = field_of(key).default
-    if key == "node.size":
+    if key in {"node.size", "node.scrub_bytes_per_s"}:
         return format_size(default)
     if key.endswith("_s"):
         return f"{default:g}s"

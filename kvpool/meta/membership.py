@@ -16,11 +16,11 @@ from kvpool.core.limits import (
     SEGMENT_ID_BYTES,
     SHARDS_MAX,
 )
-from kvpool.core.members import Member, MemberSegment
+from kvpool.core.members import Member, MemberSegment, Scrub
 from kvpool.meta.service import MetaService
 from kvpool.ops.grpc_server import code_of
 from kvpool.ops.logging import get_logger
-from kvpool.v1 import membership_pb2, membership_pb2_grpc
+from kvpool.v1 import common_pb2, membership_pb2, membership_pb2_grpc
 
 ENDPOINTS_MAX = 16
 SEGMENTS_PER_NODE_MAX = 64
@@ -132,7 +132,8 @@ class _Stream:
     def _take(self, request: membership_pb2.FromNode) -> None:
         event = request.WhichOneof("event")
         if event == "heartbeat":
-            self._service.heard(self._member, request.heartbeat.orders_applied)
+            heartbeat = request.heartbeat
+            self._service.heard(self._member, heartbeat.orders_applied, _scrub(heartbeat.scrub))
         elif event == "inventory":
             self._take_inventory(request.inventory)
         elif event == "inventory_done":
@@ -153,6 +154,17 @@ class _Stream:
         blocks = [AnnouncedBlock(*row) for row in zip(split_hashes(part.hashes), parents, *columns, strict=True)]
         unwanted = self._service.take_inventory(self._member, part.segment_id, part.document, blocks)
         self._unwanted += [FreeSlot(0, part.segment_id, b.slot, b.generation, rest=False) for b in unwanted]
+
+
+def _scrub(said: common_pb2.Scrub) -> Scrub:
+    return Scrub(
+        passes=said.passes,
+        checked_blocks=said.checked_blocks,
+        checked_bytes=said.checked_bytes,
+        bad_blocks=said.bad_blocks,
+        retired_bytes=said.retired_bytes,
+        progress=said.progress,
+    )
 
 
 def _free_slots(orders: list[FreeSlot]) -> membership_pb2.ToNode:

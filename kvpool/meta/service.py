@@ -5,7 +5,6 @@ Every front door (gRPC servicers, framed sessions) calls these methods; nothing 
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
 from kvpool.core.directory import (
@@ -13,20 +12,19 @@ from kvpool.core.directory import (
     CommitStatus,
     Directory,
     DirectoryConfig,
-    DirectoryStats,
     FreeSlot,
     Location,
     Match,
     MissReason,
-    ReserveResult,
     Share,
 )
 from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UsageError
 from kvpool.core.grants import Grant, seal
 from kvpool.core.keys import hash_at, select_hashes
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
-from kvpool.core.members import Member, Members, MemberSegment, MemberState
+from kvpool.core.members import Member, Members, MemberSegment, MemberState, Scrub
 from kvpool.core.namespace import Namespace, parse_namespace
+from kvpool.meta.results import MetaStatus, Reserved
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
 from kvpool.transport.wire.messages import NodeInfo, SegmentGrant, SegmentInfo, Topology, pack
@@ -40,26 +38,6 @@ GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
 """Grants of one reservation, so that they fit the frame of its answer with the topology."""
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """A reservation, with a sealed grant for each segment."""
-
-    result: ReserveResult
-    grants: list[SegmentGrant]
-
-
-@dataclass(frozen=True, slots=True)
-class MetaStatus:
-    """What operators see."""
-
-    incarnation: int
-    topology: Topology
-    namespaces: list[Namespace]
-    stats: DirectoryStats
-    used: dict[int, tuple[int, int]]
-    """(used bytes, placements) by segment number."""
 
 
 class MetaService:
@@ -230,12 +208,16 @@ class MetaService:
             self._members.set_state(member, MemberState.DRAINING)
         log.info("node_draining", node=member.node_id)
 
-    def heard(self, member: Member, orders_applied: int) -> None:
+    def heard(self, member: Member, orders_applied: int, scrub: Scrub | None = None) -> None:
         """A heartbeat, or any other sign of life."""
         with self._lock:
             self._check_session(member)
             self._members.heard(member)
             self._directory.acknowledge(member.node_id, orders_applied)
+            if scrub is not None:
+                member.scrub = scrub
+                for segment in member.segments[:1]:  # a node has one so far
+                    self._directory.set_retired(segment.segment_id, scrub.retired_bytes)
 
     def leave(self, member: Member) -> None:
         """The node's stream has ended: its blocks are no longer offered."""
@@ -276,14 +258,16 @@ class MetaService:
                 return [CommitStatus.STALE] * len(written)
             return self._directory.commit(reservation, segment_id, written)
 
-    def gone(self, session: int, segment_id: bytes, namespace_id: bytes, slots: list[tuple[bytes, int, int]]) -> int:
-        """(hash, slot, generation) that a node no longer has; how many the directory named."""
+    def gone(
+        self, session: int, segment_id: bytes, namespace_id: bytes, slots: list[tuple[bytes, int, int]], *, bad: bool
+    ) -> int:
+        """(hash, slot, generation) that a node no longer serves; how many the directory named."""
         with self._lock:
             member = self._members.of_session(session)
             if member is None or all(s.segment_id != segment_id for s in member.segments):
                 return 0
             namespace_id = _checked_id(namespace_id)
-            return sum(self._directory.gone(segment_id, namespace_id, *slot) for slot in slots)
+            return sum(self._directory.gone(segment_id, namespace_id, *slot, bad=bad) for slot in slots)
 
     # Operators and housekeeping
 
@@ -313,6 +297,7 @@ class MetaService:
                 namespaces=self._directory.namespaces(),
                 stats=self._directory.stats(),
                 used={s.number: (s.used_bytes, s.blocks) for s in self._directory.segments()},
+                scrubs={member.node_id: member.scrub for member in self._members},
             )
 
     def tick(self) -> None:

@@ -6,6 +6,7 @@ import grpc
 
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import RESERVE_BLOCKS_MAX
+from kvpool.core.members import Scrub
 from kvpool.meta.service import MetaService
 from kvpool.transport.wire.messages import Topology, unpack
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
@@ -176,6 +177,7 @@ def topology_message(service: MetaService) -> common_pb2.Topology:
                 state=node.state,
                 endpoints=node.endpoints,
                 segments=segments,
+                scrub=common_pb2.Scrub(**dataclasses.asdict(status.scrubs.get(node.node_id, Scrub()))),
             )
         )
     return common_pb2.Topology(version=topology.version, nodes=nodes)

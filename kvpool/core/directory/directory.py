@@ -103,6 +103,14 @@ class Directory:
         segment = self._state.segments_by_id.get(segment_id)
         return inventory.lose_segment(self._state, segment) if segment is not None else 0
 
+    def set_retired(self, segment_id: bytes, retired_bytes: int) -> None:
+        """So many bytes of the segment are out of use, and the rest is its capacity; at least a page stays."""
+        segment = self._state.segments_by_id[segment_id]
+        change = min(retired_bytes, segment.capacity_bytes + segment.retired_bytes - PAGE_BYTES) - segment.retired_bytes
+        segment.retired_bytes += change
+        segment.capacity_bytes -= change
+        self._state.placements.capacity_bytes -= change
+
     def set_accepting(self, segment_id: bytes, *, accepting: bool) -> None:
         """Whether new blocks may be placed on the segment (a draining node's may not)."""
         self._state.segments_by_id[segment_id].accepts = accepting
@@ -136,9 +144,21 @@ class Directory:
         state = self._state
         return inventory.announce(state, state.segments_by_id[segment_id], state.entry(namespace_id), blocks)
 
-    def gone(self, segment_id: bytes, namespace_id: bytes, block_hash: bytes, slot: int, generation: int) -> bool:
-        """The node no longer has this slot; False when the directory does not name it any more."""
-        return self._drop(segment_id, namespace_id, block_hash, slot, generation, MissReason.EXPIRED, order=False)
+    def gone(
+        self,
+        segment_id: bytes,
+        namespace_id: bytes,
+        block_hash: bytes,
+        slot: int,
+        generation: int,
+        *,
+        bad: bool = False,
+    ) -> bool:
+        """The node no longer serves this slot, be it that its bytes are ``bad``; False when the directory knew."""
+        reason = MissReason.VERIFY_FAILED if bad else MissReason.EXPIRED
+        dropped = self._drop(segment_id, namespace_id, block_hash, slot, generation, reason, order=False)
+        self._state.counts["bad_blocks"] += dropped and bad
+        return dropped
 
     def report_bad(self, segment_id: bytes, namespace_id: bytes, block_hash: bytes, slot: int, generation: int) -> bool:
         """A reader's checksum failed: drop the placement and order its node to quarantine the slot."""

@@ -15,6 +15,7 @@ class Segment:
         number: The directory's short name for it; never reused while the directory lives.
         capacity_bytes: Bytes its slots may take.
         used_bytes: Sum of the slots of its placements, reserved and committed.
+        retired_bytes: What bad memory has taken off the capacity.
         accepts: False while its node drains: nothing new is placed there.
         first: First row of its list of placements.
         blocks: Length of that list.
@@ -25,6 +26,7 @@ class Segment:
     node_id: str
     capacity_bytes: int
     used_bytes: int = 0
+    retired_bytes: int = 0
     accepts: bool = True
     first: int = NIL
     blocks: int = 0
