@@ -5,6 +5,7 @@ Every front door (gRPC servicers, framed sessions) calls these methods; nothing 
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from kvpool.core.clock import Clock
 from kvpool.core.directory import (
@@ -37,6 +38,8 @@ GRANT_BYTES = 16 << 20
 GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
 """Grants of one reservation, so that they fit the frame of its answer with the topology."""
 
+Answer = TypeVar("Answer")
+
 log = get_logger(__name__)
 
 
@@ -51,6 +54,8 @@ class MetaService:
 
     def __init__(self, settings: MetaSettings, clock: Clock, random_bytes: Callable[[int], bytes]) -> None:
         self.settings = settings
+        self.clock = clock
+        self.started_s = clock()
         self.incarnation = int.from_bytes(random_bytes(8), "little") >> 1
         config = DirectoryConfig(policy=settings.policy, lease_cap=settings.lease_cap, tombstones=settings.tombstones)
         self._directory = Directory(clock, config)
@@ -270,6 +275,11 @@ class MetaService:
             return sum(self._directory.gone(segment_id, namespace_id, *slot, bad=bad) for slot in slots)
 
     # Operators and housekeeping
+
+    def ask(self, question: Callable[[Directory, Members], Answer]) -> Answer:
+        """Let ``question`` look at the state under the lock: it must be short, and change nothing."""
+        with self._lock:
+            return question(self._directory, self._members)
 
     def explain(self, namespace_id: bytes, block_hash: bytes) -> MissReason | None:
         """See `Directory.explain`."""

@@ -7,14 +7,15 @@ Times come from the clock it is given. Rules and their reasons: docs/design/dire
 from collections.abc import Iterable
 
 from kvpool.core.clock import FOREVER_US, Clock, microseconds
-from kvpool.core.directory import inventory, lookup, writing
+from kvpool.core.directory import explaining, inventory, lookup, writing
+from kvpool.core.directory.explaining import Explanation, Memory
 from kvpool.core.directory.inventory import AnnouncedBlock
 from kvpool.core.directory.outbox import FreeSlot, Outbox
 from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, Match, ReserveResult
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryConfig, DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
-from kvpool.core.directory.tombstones import MissReason
+from kvpool.core.directory.tombstones import Cause, MissReason
 from kvpool.core.directory.writing import Committed
 from kvpool.core.errors import CapacityError, UsageError
 from kvpool.core.keys import NO_PARENT
@@ -155,16 +156,15 @@ class Directory:
         bad: bool = False,
     ) -> bool:
         """The node no longer serves this slot, be it that its bytes are ``bad``; False when the directory knew."""
-        reason = MissReason.VERIFY_FAILED if bad else MissReason.EXPIRED
-        dropped = self._drop(segment_id, namespace_id, block_hash, slot, generation, reason, order=False)
+        why = (MissReason.VERIFY_FAILED, Cause.SCRUB) if bad else (MissReason.EXPIRED, Cause.GONE)
+        dropped = self._drop(segment_id, namespace_id, block_hash, slot, generation, *why, order=False)
         self._state.counts["bad_blocks"] += dropped and bad
         return dropped
 
     def report_bad(self, segment_id: bytes, namespace_id: bytes, block_hash: bytes, slot: int, generation: int) -> bool:
         """A reader's checksum failed: drop the placement and order its node to quarantine the slot."""
-        dropped = self._drop(
-            segment_id, namespace_id, block_hash, slot, generation, MissReason.VERIFY_FAILED, order=True
-        )
+        why = (MissReason.VERIFY_FAILED, Cause.READER)
+        dropped = self._drop(segment_id, namespace_id, block_hash, slot, generation, *why, order=True)
         self._state.counts["bad_blocks"] += dropped
         return dropped
 
@@ -200,6 +200,14 @@ class Directory:
     def explain(self, namespace_id: bytes, block_hash: bytes) -> MissReason | None:
         """Why the block cannot be matched; None when it can."""
         return lookup.explain(self._state, self._state.entry(namespace_id), block_hash)
+
+    def explain_block(self, namespace_id: bytes, block_hash: bytes) -> Explanation:
+        """All that is known of why the block can or cannot be matched, for people; nothing is touched."""
+        return explaining.explain_block(self._state, self._state.entry(namespace_id), block_hash)
+
+    def memory(self) -> Memory:
+        """How far back removed blocks are remembered."""
+        return explaining.memory(self._state)
 
     # Writers
 
@@ -320,6 +328,7 @@ class Directory:
         slot: int,
         generation: int,
         reason: MissReason,
+        cause: Cause,
         *,
         order: bool,
     ) -> bool:
@@ -327,7 +336,7 @@ class Directory:
         if segment is None:
             return False
         entry = self._state.entry(namespace_id)
-        return inventory.gone(self._state, segment, entry, block_hash, slot, generation, reason, order=order)
+        return inventory.gone(self._state, segment, entry, block_hash, slot, generation, reason, cause, order=order)
 
     def _row(self, namespace_id: bytes, block_hash: bytes) -> int:
         entry = self._state.entry(namespace_id)

@@ -7,7 +7,7 @@ from kvpool.core.clock import microseconds
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
-from kvpool.core.directory.tombstones import MissReason
+from kvpool.core.directory.tombstones import Cause, MissReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ def gone(
     slot: int,
     generation: int,
     reason: MissReason,
+    cause: Cause,
     *,
     order: bool,
 ) -> bool:
@@ -47,7 +48,7 @@ def gone(
     for placement in state.placements.of_block(row) if row != NIL else ():
         where = (rows.segment[placement], rows.slot[placement], rows.generation[placement])
         if where == (segment.number, slot, generation):
-            state.drop_placement(placement, reason, order=order)
+            state.drop_placement(placement, reason, cause, order=order)
             return True
     return False
 

@@ -25,11 +25,52 @@ class MissReason(StrEnum):
     """The block is being written."""
 
 
+class Cause(StrEnum):
+    """What made a block leave: finer than its `MissReason`."""
+
+    ROOM = "room"
+    """The pool was full, and the block the oldest leaf."""
+    SCATTERED = "scattered"
+    """Its node had the bytes for a new block, but no extent long enough."""
+    DEADLINE = "deadline"
+    """Its writer did not finish in time."""
+    ABORTED = "aborted"
+    """Its writer gave it up."""
+    GONE = "gone"
+    """Its node no longer has it."""
+    NODE_LOST = "node_lost"
+    READER = "reader"
+    """A reader's checksum did not match."""
+    SCRUB = "scrub"
+    """Its node found the bytes changed."""
+
+
+_USUAL_CAUSES = {
+    MissReason.EVICTED: Cause.ROOM,
+    MissReason.EXPIRED: Cause.DEADLINE,
+    MissReason.NODE_DOWN: Cause.NODE_LOST,
+    MissReason.VERIFY_FAILED: Cause.READER,
+}
+
+
 class Tombstone(NamedTuple):
-    """One block that left: why, and when on the directory's clock."""
+    """One block, or shard of it, that left: why, and when on the directory's clock.
+
+    Attributes:
+        reason: What a match says.
+        at_us: When.
+        cause: What made it leave.
+        node: Which node it was on; empty for one that was on none.
+        idle_us: How long it had not been used.
+        fill: Used share of the pool's capacity.
+    """
 
     reason: MissReason
     at_us: int
+    cause: Cause | None = None
+    node: str = ""
+    idle_us: int = 0
+    fill: float = 0.0
 
 
 class Tombstones:
@@ -42,11 +83,31 @@ class Tombstones:
     def __len__(self) -> int:
         return len(self._ring)
 
-    def bury(self, namespace: int, block_hash: bytes, reason: MissReason, now_us: int) -> None:
-        """Remember that the block left."""
+    @property
+    def full(self) -> bool:
+        """Whether older ones have been forgotten, or will be next."""
+        return len(self._ring) >= self._size
+
+    def oldest_us(self) -> int | None:
+        """When the oldest block that is remembered left."""
+        return next(iter(self._ring.values())).at_us if self._ring else None
+
+    def bury(
+        self,
+        namespace: int,
+        block_hash: bytes,
+        reason: MissReason,
+        now_us: int,
+        *,
+        cause: Cause | None = None,
+        node: str = "",
+        idle_us: int = 0,
+        fill: float = 0.0,
+    ) -> None:
+        """Remember that the block left; without a ``cause``, by the usual one."""
         key = (namespace, block_hash)
         self._ring.pop(key, None)
-        self._ring[key] = Tombstone(reason, now_us)
+        self._ring[key] = Tombstone(reason, now_us, cause or _USUAL_CAUSES.get(reason), node, idle_us, fill)
         if len(self._ring) > self._size:
             self._ring.popitem(last=False)
 
