@@ -88,7 +88,7 @@ def _because(block: "BlockExplanation", explained: "Explained") -> str:
 
 
 def _held(block: "BlockExplanation", _: "Explained") -> str:
-    return f"it can be loaded{_on(block)}, last used {_seconds(block.ago_s)} ago"
+    return f"it can be loaded{_on(block)}"
 
 
 def _never(_: "BlockExplanation", explained: "Explained") -> str:

@@ -132,11 +132,14 @@ class Checks:
             slot = self._slots.pin(page, generation) or self._slots.pin_resting(page, generation)
             if slot is None:
                 return None
+            view = self._segment.payload[page * PAGE_BYTES :][: slot.length].data
+            if len(view) < slot.length:  # the node is stopping, and has let go of its memory
+                self._slots.unpin(slot)
+                return None
             headers = self._headers.read(np.array([page], np.uint32))
             named = (int(headers.records["generation"][0]), int(headers.records["length"][0]))
             sound = named == (slot.generation, slot.length) and self._headers.is_sound(page)
-        start = page * PAGE_BYTES
-        return _Check(slot, self._segment.payload[start : start + slot.length].data, headers, sound)
+        return _Check(slot, view, headers, sound)
 
     def _end(self, check: _Check, *, good: bool) -> bool:
         """Unpin the slot and retire one that is not ``good``; True if this call did."""

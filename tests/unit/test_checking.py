@@ -143,6 +143,15 @@ def test_what_a_reader_found_bad_is_looked_at_before_its_pages_are_used_again(no
     assert store.checks.look_at_suspects().blocks == 0
 
 
+def test_a_node_that_has_let_go_of_its_memory_calls_nothing_bad(node, store):
+    node.write(blocks=2)
+    node.segment.payload = np.empty(0, np.uint8)
+
+    assert check_all(store) == Checked(PAGES)
+    assert store.stats().retired_bytes == 0
+    assert all(slot.pins == 0 for slot in node.slots)
+
+
 def test_a_walk_goes_on_where_it_stopped(node, store):
     node.write(blocks=3)
     page, parts = 0, []

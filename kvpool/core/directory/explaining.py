@@ -81,8 +81,8 @@ def _left(state: DirectoryState, entry: NamespaceEntry, block_hash: bytes, reaso
         cause=tombstone.cause,
         nodes=(tombstone.node,) if tombstone.node else (),
         ago_s=_since(state, tombstone.at_us),
-        idle_s=tombstone.idle_us * _MICRO,
-        fill=tombstone.fill,
+        idle_s=(tombstone.at_us - tombstone.last_use_us) * _MICRO,
+        fill=tombstone.used_bytes / tombstone.capacity_bytes if tombstone.capacity_bytes else None,
     )
 
 

@@ -11,7 +11,7 @@ from kvpool.core.directory.placing import Placer
 from kvpool.core.directory.reservations import Reservations
 from kvpool.core.directory.segments import Placements, Segment
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState, BlockTable
-from kvpool.core.directory.tombstones import Cause, MissReason, Tombstones
+from kvpool.core.directory.tombstones import Cause, MissReason, Tombstone, Tombstones
 from kvpool.core.errors import UnknownNamespaceError
 from kvpool.core.eviction import create_policy
 from kvpool.core.namespace import Namespace
@@ -138,18 +138,13 @@ class DirectoryState:
         self.chains.remove(row)
 
     def _bury(self, row: int, segment: int, reason: MissReason, cause: Cause | None) -> None:
-        blocks, now_us = self.blocks, self.now_us()
-        home = self.placements.segments.get(segment)
-        self.tombstones.bury(
-            blocks.namespace[row],
-            blocks.hash[row],
-            reason,
-            now_us,
-            cause=cause,
-            node=home.node_id if home is not None else "",
-            idle_us=now_us - blocks.last_use_us[row],
-            fill=self.placements.used_bytes / (self.placements.capacity_bytes or 1),
-        )
+        # Once a block while the pool is full: nothing is worked out here that `explain` can work out.
+        blocks, placements = self.blocks, self.placements
+        home = placements.segments.get(segment)
+        node, last_use_us = home.node_id if home is not None else "", blocks.last_use_us[row]
+        pool = placements.used_bytes, placements.capacity_bytes
+        tombstone = Tombstone(reason, self.now_us(), cause, node, last_use_us, *pool)
+        self.tombstones.bury(blocks.namespace[row], blocks.hash[row], tombstone)
 
     def _order_free(self, placement: int, *, rest: bool) -> None:
         rows = self.placements.rows

@@ -59,18 +59,25 @@ class Tombstone(NamedTuple):
     Attributes:
         reason: What a match says.
         at_us: When.
-        cause: What made it leave.
+        given_cause: What made it leave, where that is not the usual cause.
         node: Which node it was on; empty for one that was on none.
-        idle_us: How long it had not been used.
-        fill: Used share of the pool's capacity.
+        last_use_us: When it was last used.
+        used_bytes: Of the pool, then.
+        capacity_bytes: Of the pool, then.
     """
 
     reason: MissReason
     at_us: int
-    cause: Cause | None = None
+    given_cause: Cause | None = None
     node: str = ""
-    idle_us: int = 0
-    fill: float = 0.0
+    last_use_us: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+
+    @property
+    def cause(self) -> Cause | None:
+        """What made it leave."""
+        return self.given_cause or _USUAL_CAUSES.get(self.reason)
 
 
 class Tombstones:
@@ -92,22 +99,11 @@ class Tombstones:
         """When the oldest block that is remembered left."""
         return next(iter(self._ring.values())).at_us if self._ring else None
 
-    def bury(
-        self,
-        namespace: int,
-        block_hash: bytes,
-        reason: MissReason,
-        now_us: int,
-        *,
-        cause: Cause | None = None,
-        node: str = "",
-        idle_us: int = 0,
-        fill: float = 0.0,
-    ) -> None:
-        """Remember that the block left; without a ``cause``, by the usual one."""
+    def bury(self, namespace: int, block_hash: bytes, tombstone: Tombstone) -> None:
+        """Remember that the block left."""
         key = (namespace, block_hash)
         self._ring.pop(key, None)
-        self._ring[key] = Tombstone(reason, now_us, cause or _USUAL_CAUSES.get(reason), node, idle_us, fill)
+        self._ring[key] = tombstone
         if len(self._ring) > self._size:
             self._ring.popitem(last=False)
 
