@@ -56,6 +56,7 @@ def explain(
     Without a namespace or a model, all namespaces are searched.
     """
     from kvpool import connect  # noqa: PLC0415 - after the settings are known to be good
+    from kvpool.client.explaining import explain as ask  # noqa: PLC0415
 
     if (hash is None) == (request is None):
         raise UsageError("give either --hash HASH, or --request FILE with the hashes of a request")
@@ -65,7 +66,7 @@ def explain(
     client = settings.client
     with connect(client.pool, timeout_s=client.timeout_s) as pool:
         where: Where = model if namespace is None else find_where(namespace, pool.status().namespaces)
-        explained = pool.explain(hashes, where)
+        explained = ask(pool, hashes, where)
     emit(asdict(explained), output, table(_COLUMNS, _rows(explained)))
 
 

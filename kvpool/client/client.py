@@ -8,14 +8,12 @@ from types import TracebackType
 from typing import Self
 
 from kvpool.client.counters import Counters
-from kvpool.client.explaining import Explained, explain
 from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
 from kvpool.client.nodes import Nodes
 from kvpool.client.results import ClientStats, NodeStatus, PoolStatus, SegmentStatus
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
-from kvpool.core.keys import HashesLike, pack_hashes
-from kvpool.core.limits import DEADLINE_S_MAX, MATCH_BLOCKS_MAX, STREAMS_MAX
+from kvpool.core.limits import DEADLINE_S_MAX, STREAMS_MAX
 from kvpool.core.members import Scrub
 from kvpool.core.namespace import Namespace
 from kvpool.transport.deadline import Deadline
@@ -85,23 +83,6 @@ class Client:
             nodes=tuple(_node_status(node, names.get(node.incarnation)) for node in answer.topology.nodes),
             counters=dict(answer.counters),
         )
-
-    def explain(
-        self, hashes: HashesLike, where: Namespace | bytes | str | None = None, timeout_s: float | None = None
-    ) -> Explained:
-        """Why each of some blocks can or cannot be matched, for people; nothing is touched.
-
-        Args:
-            hashes: The blocks, usually a request's chain.
-            where: A namespace, the id of one, a model's name, or None for everywhere.
-            timeout_s: Deadline; by default the client's.
-
-        Raises:
-            InvalidHashError: A hash that is not 32 bytes long, or too many.
-            UnknownNamespaceError: An id that is not open in the pool.
-            UnavailableError: The service cannot be reached.
-        """
-        return explain(self._meta, pack_hashes(hashes, MATCH_BLOCKS_MAX), where, self._deadline(timeout_s))
 
     def stats(self) -> ClientStats:
         """Counts since the client was made."""

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from kvpool.client.meta import MetaClient
+from kvpool.client.client import Client
 from kvpool.core.directory import MissReason
-from kvpool.core.keys import hash_at
-from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, HASH_BYTES
+from kvpool.core.keys import HashesLike, hash_at, pack_hashes
+from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, HASH_BYTES, MATCH_BLOCKS_MAX
 from kvpool.core.namespace import Namespace
-from kvpool.transport.deadline import Deadline
 from kvpool.v1 import admin_pb2
 
 PAGE_BYTES = EXPLAIN_BLOCKS_MAX * HASH_BYTES
@@ -65,12 +64,24 @@ class Explained:
     joining: tuple[str, ...]
 
 
-def explain(meta: MetaClient, packed: bytes, where: Namespace | bytes | str | None, deadline: Deadline) -> Explained:
-    """See `Client.explain`."""
+def explain(client: Client, hashes: HashesLike, where: Namespace | bytes | str | None) -> Explained:
+    """Why each of some blocks can or cannot be matched, for people; nothing is touched.
+
+    Args:
+        client: Its pool is asked; the client's deadline holds for a page.
+        hashes: The blocks, usually a request's chain.
+        where: A namespace, the id of one, a model's name, or None for everywhere.
+
+    Raises:
+        InvalidHashError: A hash that is not 32 bytes long, or too many.
+        UnknownNamespaceError: An id that is not open in the pool.
+        UnavailableError: The service cannot be reached.
+    """
+    packed = pack_hashes(hashes, MATCH_BLOCKS_MAX)
     blocks: list[BlockExplanation] = []
     for start in range(0, len(packed), PAGE_BYTES):
         page = packed[start : start + PAGE_BYTES]
-        answer = meta.explain(_request(page, where), deadline)
+        answer = client._meta.explain(_request(page, where), client._deadline(None))
         blocks += [_block(hash_at(page, i), block) for i, block in enumerate(answer.blocks)]
     forgets = answer.memory_full and answer.HasField("memory_s")
     return Explained(tuple(blocks), answer.memory_s if forgets else None, answer.uptime_s, tuple(answer.joining))
