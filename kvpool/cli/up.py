@@ -6,7 +6,7 @@ import os
 from kvpool.cli import serve, with_settings
 from kvpool.cli.output import Format, emit
 from kvpool.core.units import format_size
-from kvpool.ops.settings import Settings
+from kvpool.ops.settings import ClientSettings, Settings
 from kvpool.ops.version import __version__
 
 LOOPBACK = "127.0.0.1"
@@ -49,12 +49,18 @@ def up(settings: Settings, output: Format) -> None:
     serve(lambda: stack.enter_context(pool), announce, stack.close)
 
 
+def _vllm_config(uri: str) -> str:
+    command = "kvpool vllm-config"
+    return command if uri == ClientSettings().pool else f"{command} --pool {uri}"
+
+
 def _banner(settings: Settings, uri: str) -> str:
     rows = {
         "pool": uri,
         "capacity": f"{format_size(settings.node.size)} in {settings.node.segment_dir}",
         "transports": ", ".join(TRANSPORTS),
         "in Python": f'import kvpool; pool = kvpool.connect("{uri}")',
+        "in vLLM": f'vllm serve MODEL --kv-transfer-config "$({_vllm_config(uri)})"',
         "to stop": "Ctrl-C",
     }
     return "\n".join([f"kvpool {__version__}", *(f"  {name:<12}{value}" for name, value in rows.items())])

@@ -90,6 +90,10 @@ class MetaClient:
         """Connections to the framed protocol; asks gRPC where it is when there are none."""
         return self._pools.get(_FRAMED, partial(self._find, deadline), deadline)
 
+    def refresh(self, deadline: Deadline) -> None:
+        """Ask which nodes there are, for a caller whose own calls do not tell; raises UnavailableError."""
+        self.topology = _topology(self._pool(deadline).topology)
+
     def learn(self, topology: Topology | None) -> None:
         """Keep the nodes that came with an answer."""
         if topology is not None:
@@ -105,11 +109,14 @@ class MetaClient:
             return connection.call(request, reply_type, deadline.left_s())
 
     def _find(self, deadline: Deadline) -> ConnectionPool:
-        answer = self._ask(self._directory.GetPool, directory_pb2.GetPoolRequest(principal=self._principal), deadline)
+        answer = self._pool(deadline)
         pool = first_reachable(answer.framed, self._principal, answer.incarnation, deadline)
         self.topology = _topology(answer.topology)
         self.reconnects += 1
         return pool
+
+    def _pool(self, deadline: Deadline) -> directory_pb2.GetPoolResponse:
+        return self._ask(self._directory.GetPool, directory_pb2.GetPoolRequest(principal=self._principal), deadline)
 
     def _ask(self, method: Callable[..., Answer], request: object, deadline: Deadline) -> Answer:
         """A gRPC call; raises what it stands for."""

@@ -68,6 +68,7 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True):
         wants: One `Want` a block.
         missing_from: See `StoreResult`.
         grants: What to write where; opaque to the caller.
+        topology: Version of the nodes that the grants are of: a writer that knows others asks for them first.
     """
 
     namespace: bytes
@@ -77,6 +78,7 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True):
     wants: bytes
     missing_from: int | None
     grants: list[SegmentGrant]
+    topology: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: byte
         reply.wants,
         missing_from,
         reply.grants,
+        meta.topology.version,
     )
 
 
@@ -82,6 +83,10 @@ def write_shard(
     keyspace: "Keyspace", reservation: Reservation, sources: Blocks, shard: int, deadline: Deadline
 ) -> WriteResult:
     """See `Keyspace.write`."""
+    meta = keyspace._client._meta
+    if reservation.grants and reservation.topology != meta.topology.version:
+        with suppress(KvpoolError):  # then it writes to the nodes that it knows
+            meta.refresh(deadline)
     committed: list[int] = []
     failed: list[int] = []
     crowded = False

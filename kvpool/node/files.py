@@ -11,6 +11,7 @@ from kvpool.node.headers import HeaderFile, header_file_bytes, stored_segment_id
 from kvpool.node.private_file import open_private
 from kvpool.node.segment.shm import HugePages, ShmSegment, check_room
 from kvpool.ops.logging import get_logger
+from kvpool.ops.settings import node_lock
 
 log = get_logger(__name__)
 
@@ -30,7 +31,7 @@ class SegmentFiles:
         self.namespaces = directory / f"kvpool-{node_id}.namespaces"
         self.fresh = False
         """Whether `open` began with an empty segment."""
-        self._lock_path = directory / f"kvpool-{node_id}.lock"
+        self._lock_path = node_lock(directory, node_id)
         self._lock = open_private(self._lock_path, "a segment")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -28,6 +28,7 @@ from kvpool.v1 import common_pb2, store_node_pb2_grpc
 
 SERVICES = ("kvpool.v1.StoreNode",)
 STOP_GRACE_S = 1.0
+JOIN_STEP_S = 0.2
 
 log = get_logger(__name__)
 
@@ -120,8 +121,8 @@ class NodeServer:
     def _join(self, undo: ExitStack) -> None:
         settings = self.settings
         server = GrpcServer(SERVICES, self._register)
+        undo.callback(lambda: server.stop(STOP_GRACE_S))  # first: one that starts and is not stopped hangs at exit
         self.grpc_address = server.start(settings.listen, settings.grpc_port)
-        undo.callback(lambda: server.stop(STOP_GRACE_S))
         host = settings.advertise_host or self.grpc_address.rpartition(":")[0]
         self._endpoints.append(f"grpc://{host}:{self.grpc_address.rpartition(':')[2]}")
         self._scrubber = Scrubber(
@@ -133,11 +134,19 @@ class NodeServer:
         undo.callback(self._control.stop)
         undo.callback(self._scrubber.stop)
         self._control.start()
-        if not self._control.ready.wait(settings.join_timeout_s):
+        if not self._joined():
             raise UnavailableError(
                 f"{settings.meta} did not take the node in within {settings.join_timeout_s:g} s: "
                 f"{self._control.failure}; check --meta and that `kvpool meta` runs there"
             )
+
+    def _joined(self) -> bool:
+        """Wait in steps: the handler of a signal that comes just before a wait runs only after it."""
+        deadline = time.monotonic() + self.settings.join_timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if self._control.ready.wait(min(left_s, JOIN_STEP_S)):
+                return True
+        return self._control.ready.is_set()
 
     def _register(self, server: grpc.Server) -> None:
         servicer = StoreNodeServicer(self.store, self._describe, lambda: self._framed.connections, self._drain_control)

@@ -33,7 +33,7 @@ SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # two servers must not share a port unnoticed
     ("grpc.max_concurrent_streams", STREAMS_MAX),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # clients ping every 30 s
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ping every 30 s
 )
 
 _CODES = {

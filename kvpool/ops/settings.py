@@ -74,6 +74,11 @@ def _unix_socket(data: dict[str, Any]) -> Path:
     return parent / f"{data['node_id']}.sock"
 
 
+def node_lock(segment_dir: Path, node_id: str) -> Path:
+    """The file that a node of this name keeps locked for as long as it runs, so that there is no second one."""
+    return segment_dir / f"kvpool-{node_id}.lock"
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback

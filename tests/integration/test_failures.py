@@ -43,6 +43,28 @@ def test_blocks_survive_a_restart_of_their_node(start_pool, rng, transport, end)
     np.testing.assert_array_equal(blocks, loaded)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_client_that_only_writes_follows_nodes_that_restart_and_join(start_pool, rng, transport):
+    pool = start_pool(nodes=1)
+    reserves = open_blocks(pool.connect(transport), model="followed")
+    writes = open_blocks(pool.connect(transport), model="followed")
+
+    def written() -> int:
+        chain = random_chain(2)
+        reservation = reserves.reserve(chain)
+        committed = len(writes.write(reservation, list(random_blocks(rng, 2))).committed)
+        reserves.abort(reservation)
+        return committed
+
+    assert written() == 2
+    pool.kill(pool.nodes["n0"])
+    pool.start_node("n0")
+    assert written() == 2
+    pool.start_node("n1")
+    pool.kill(pool.nodes["n0"])
+    eventually(lambda: written() == 2)
+
+
 def test_the_pool_is_rebuilt_from_its_nodes_when_the_metadata_service_restarts(start_pool, rng):
     pool = start_pool(nodes=2)
     chain, blocks, loaded = random_chain(16), random_blocks(rng, 16), blank(16)

@@ -34,7 +34,9 @@ def test_help_lists_every_command_and_imports_none():
     result = invoke("--help")
 
     assert result.exit_code == 0
-    assert all(name in result.stdout for name in ("up", "meta", "node", "status", "demo", "bench", "config"))
+    assert all(
+        name in result.stdout for name in ("up", "meta", "node", "status", "demo", "bench", "vllm-config", "config")
+    )
 
 
 def test_without_arguments_it_shows_its_help():
@@ -113,7 +115,7 @@ def test_errors_are_json_where_results_are(capsys, form):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["confg"], "No such command 'confg'. Did you mean 'config'? (see `kvpool --help`)"),
+        (["confg"], "No such command 'confg'. Did you mean 'config', 'vllm-config'? (see `kvpool --help`)"),
         (["config"], "Missing command. (see `kvpool config --help`)"),
         (["config", "show", "--colour"], "No such option: --colour (see `kvpool config show --help`)"),
         (["meta", "--grpc-port", "99999"], "meta.grpc_port = '99999' (flag --grpc-port): "),

@@ -187,7 +187,7 @@ class RequestBook:
             tracked = self._requests[request_id] = Tracked()
         plan, tracked.plan = tracked.plan, None
         lookup = tracked.lookup
-        if tracked.load is None and lookup is not None and lookup.matched is not None:
+        if tracked.load is None and not tracked.load_failed and lookup is not None and lookup.matched is not None:
             # What was saved and has been evicted since shows when a later block misses its ancestor.
             tracked.saved = max(tracked.saved, min(lookup.matched, len(chain)))
         if not external_blocks:

@@ -215,11 +215,13 @@ class PoolScheduler:
         """A request leaves, in whatever state; what it computed is saved, unless its load had not ended."""
         if self._live.pop(request.request_id, None) is None:
             return
-        if block_ids and self._calls is not None and self._role != "kv_consumer":
-            computed = min(request.num_computed_tokens, request.num_tokens)
-            chain = self._chain_saved(request, computed)
-            self.saver.save(self._calls, chain, request.request_id, block_ids[0], last=True)
-        self._release(self.book.finished(request.request_id))
+        try:
+            if block_ids and self._calls is not None and self._role != "kv_consumer":
+                computed = min(request.num_computed_tokens, request.num_tokens)
+                chain = self._chain_saved(request, computed)
+                self.saver.save(self._calls, chain, request.request_id, block_ids[0], last=True)
+        finally:
+            self._release(self.book.finished(request.request_id))
 
     def frees_soon(self) -> bool:
         """Whether saves will let blocks go in a moment."""
