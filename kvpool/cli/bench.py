@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Group, RenderableType
 
@@ -13,14 +14,19 @@ from kvpool.bench import transfer as transfers
 from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
 from kvpool.bench.store import StoreRow, StoreSettings
 from kvpool.bench.transfer import TransferRow, TransferSettings
-from kvpool.cli.output import Format, FormatOption, emit, table
+from kvpool.bench.vllm import VllmRows, VllmSettings, measure_vllm
+from kvpool.bench.vllm_engine import require_vllm
+from kvpool.bench.vllm_mooncake import missing_mooncake
+from kvpool.bench.vllm_rows import MOONCAKE, PATHS
+from kvpool.cli.bench_vllm import vllm_views
+from kvpool.cli.output import Format, FormatOption, emit, table, target
 from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
 from kvpool.core.errors import UsageError
 from kvpool.core.units import format_size, parse_size
 from kvpool.ops.logging import configure
 from kvpool.ops.settings import LogSettings
 
-Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow
+Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow | VllmRows
 
 MEMORY_BLOCKS = 1_000_000
 
@@ -100,9 +106,42 @@ def store(
     _show(_store_rows(StoreSettings(blocks=blocks, rounds=rounds, samples=samples)), output)
 
 
+@bench.command()
+def vllm(
+    *,
+    paths: Annotated[str, typer.Option(help=f"Some of {','.join(PATHS)}.")] = ",".join(PATHS),
+    rounds: Annotated[int, typer.Option(help="Prompts for each engine.")] = 5,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = VllmSettings().prompt_tokens,
+    decode_loads: Annotated[
+        int, typer.Option(help="Loads beside a running request, for its delay; 0: do not measure.")
+    ] = VllmSettings().decode_loads,
+    engine_cpus: Annotated[
+        str | None, typer.Option(help="Processors engines compute on, e.g. 0-1. [default: all]")
+    ] = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    """Time vLLM's first token with a tiny model: prompt computed, cached, and loaded from a pool; takes minutes.
+
+    Needs vLLM in this Python: `make setup-vllm` puts it into .venv-vllm.
+    """
+    settings = VllmSettings(
+        paths=tuple(_words(paths)),
+        rounds=rounds,
+        prompt_tokens=prompt_tokens,
+        decode_loads=decode_loads,
+        cpus=engine_cpus,
+    )
+    require_vllm()
+    reason = missing_mooncake() if MOONCAKE in settings.paths else None
+    if reason is not None:
+        typer.echo(f"{MOONCAKE} is left out: {reason}", err=True)
+        settings = msgspec.structs.replace(settings, paths=tuple(path for path in settings.paths if path != MOONCAKE))
+    _show(measure_vllm(settings, lambda text: typer.echo(f"{text} ...", err=True)), output)
+
+
 @bench.command(name="all")
 def all_(*, output: FormatOption = Format.TEXT) -> None:
-    """Run every benchmark with its defaults; takes a few minutes."""
+    """Run every benchmark but vllm, which needs more than kvpool, with its defaults; takes a few minutes."""
     products = itertools.product(transfers.TRANSPORTS, transfers.OPS, transfers.BLOCK_BYTES)
     for rows in (
         _transfer_rows(TransferSettings(transport=t, op=op, block_bytes=size) for t, op, size in products),
@@ -135,7 +174,7 @@ def _show(rows: Iterable[Row], output: Format) -> None:
         if output is Format.JSON:
             emit(row, output, "")
     if output is Format.TEXT:
-        for view in (_transfers(done), _lookups(done), _cores(done), _memory(done), _stores(done)):
+        for view in (_transfers(done), _lookups(done), _cores(done), _memory(done), _stores(done), *vllm_views(done)):
             if view is not None:
                 emit(None, output, view)
 
@@ -148,7 +187,7 @@ def _transfers(rows: Sequence[Row]) -> RenderableType | None:
             f"{row.gbps:.2f}",
             f"{row.limit_gbps:.2f}",
             f"{row.ratio:.2f}",
-            _target(transfers.TARGETS.get((row.transport, row.op)), ">="),
+            target(transfers.TARGETS.get((row.transport, row.op)), ">="),
             f"{row.cpu_s_per_gb:.3f}",
             f"{row.p50_us_single:.0f}",
         )
@@ -173,7 +212,7 @@ def _lookups(rows: Sequence[Row]) -> RenderableType | None:
             f"{row.size:,}",
             row.via,
             f"{row.p50_ms:.3f}",
-            _target(lookups.TARGETS_MS.get(row.size), "<="),
+            target(lookups.TARGETS_MS.get(row.size), "<="),
             f"{row.p99_ms:.3f}",
             f"{row.keys_per_s:,.0f}",
         )
@@ -190,7 +229,7 @@ def _cores(rows: Sequence[Row]) -> RenderableType | None:
 
 def _memory(rows: Sequence[Row]) -> RenderableType | None:
     cells = [
-        (f"{row.blocks:,}", f"{row.bytes_per_block:.0f}", _target(lookups.TARGET_BYTES_PER_BLOCK, "<="))
+        (f"{row.blocks:,}", f"{row.bytes_per_block:.0f}", target(lookups.TARGET_BYTES_PER_BLOCK, "<="))
         for row in rows
         if isinstance(row, DirectoryMemoryRow)
     ]
@@ -206,17 +245,13 @@ def _stores(rows: Sequence[Row]) -> RenderableType | None:
             (
                 "index: reserve + commit, blocks/s",
                 f"{row.blocks_per_s:,.0f}",
-                _target(stores.TARGET_BLOCKS_PER_S, ">="),
+                target(stores.TARGET_BLOCKS_PER_S, ">="),
             ),
-            ("2 MiB put until visible elsewhere, ms", f"{row.visible_ms:.2f}", _target(stores.TARGET_VISIBLE_MS, "<=")),
-            ("through a node, 4 KiB blocks/s", f"{row.end_to_end_blocks_per_s:,.0f}", _target(None, "")),
+            ("2 MiB put until visible elsewhere, ms", f"{row.visible_ms:.2f}", target(stores.TARGET_VISIBLE_MS, "<=")),
+            ("through a node, 4 KiB blocks/s", f"{row.end_to_end_blocks_per_s:,.0f}", target(None, "")),
         )
     ]
     return table(("store", "#measured", "#target"), cells) if cells else None
-
-
-def _target(value: float | None, relation: str) -> str:
-    return "-" if value is None else f"{relation} {value:,g}"
 
 
 def _words(text: str) -> list[str]:

@@ -25,10 +25,12 @@ _COMMANDS = {
     "explain": "Say why blocks are not found.",
     "verify": "Let nodes check all the blocks they hold.",
     "demo": "Run engines against a real pool and show what it saved them.",
+    "demo-vllm": "Run two vLLM engines against a real pool and compare their times and answers.",
     "bench": "Measure look-ups and transfers.",
+    "vllm-config": "Print what `vllm serve` needs to be told to use a pool.",
     "config": "Show, check and document the settings.",
 }
-"""Command X is the function or the Typer app called X in module ``kvpool.cli.X``."""
+"""Command X is the function or the Typer app called X in module ``kvpool.cli.X``, there with _ for -."""
 
 _EXIT_CODES: dict[type[Exception], int] = {
     UsageError: 2,
@@ -73,7 +75,8 @@ def build_app(arguments: Sequence[str] = ()) -> typer.Typer:
         if name != wanted and not completing:
             app.command(name, help=summary)(_not_loaded)
             continue
-        command = getattr(importlib.import_module(f"kvpool.cli.{name}"), name)
+        module = name.replace("-", "_")
+        command = getattr(importlib.import_module(f"kvpool.cli.{module}"), module)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:

@@ -47,3 +47,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     for row in rows:
         result.add_row(*(str(cell) for cell in row))
     return result
+
+
+def target(value: float | None, relation: str) -> str:
+    """A cell that says what should be reached: ``>= 0.8``."""
+    return "-" if value is None else f"{relation} {value:,g}"
