@@ -49,6 +49,11 @@ class ServiceLink:
     def abort(self, reservation, hashes) -> None:
         self.service.abort(reservation, hashes)
 
+    def gone(self, segment_id, headers) -> None:
+        columns = zip(headers.records["hash"].tolist(), *zip(*headers.named(), strict=True), strict=True)
+        namespace_id = headers.records["namespace"][0].tobytes()
+        self.service.gone(self.session, segment_id, namespace_id, list(columns), bad=True)
+
     def describe(self, namespace_id) -> bytes:
         return self.service.namespace(namespace_id).document
 

@@ -230,7 +230,7 @@ def pool_of(nodes: int, node_bytes: int) -> Iterator[str]:
         memory = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="kvpool-demo-", dir=load_settings().node.segment_dir)
         )
-        options: dict[str, object] = {"grpc-port": 0, "framed-port": 0, "expected-nodes": settings.nodes}
+        options: dict[str, object] = {"grpc-port": 0, "framed-port": 0, "expected-nodes": nodes}
         meta = stack.enter_context(RoleProcess("meta", options, folder / "meta.log"))
         uri = str(meta.ready()["uri"])
         started = []

@@ -20,6 +20,7 @@ from kvpool.node.link import MetaLink
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.server import restore_slots
 from kvpool.node.store import NodeStore
+from kvpool.v1 import common_pb2
 
 NODE_ID = "hollow"
 NAMESPACE = Namespace(model="kvpool-bench-recovery", block_tokens=16, block_bytes=PAGE_BYTES)
@@ -84,7 +85,7 @@ def serve(uri: str, folder: str, blocks: int, incarnation: int) -> None:
     segment = HollowSegment(bytes(SEGMENT_ID_BYTES), blocks * PAGE_BYTES)
     store = NodeStore(segment, headers, slots, book, link, incarnation)
     restored_s = time.perf_counter() - began_s
-    control = Control(NODE_ID, incarnation, [], store, book, link)
+    control = Control(NODE_ID, incarnation, [], store, book, link, common_pb2.Scrub)
     control.start()
     control.ready.wait()
     say(restored_s)

@@ -13,7 +13,6 @@ from kvpool.cli.output import Format, FormatOption
 from kvpool.cli.signals import ignore, unwind_once, wakeups
 from kvpool.core.units import format_size
 from kvpool.ops.logging import configure
-from kvpool.ops.settings import Settings
 from kvpool.ops.sources import field_of, flag_name, load_settings
 
 ConfigOption = Annotated[
@@ -25,21 +24,25 @@ _LOG_KEYS = ("log.level", "log.format")
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def with_settings(*keys: str) -> Callable[[Callable[[Settings, Format], None]], Callable[..., None]]:
-    """Turn ``command(settings, output)`` into one with a flag per key, ``--config`` and ``--format``.
+def with_settings(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turn ``command(settings, output, ...)`` into one with a flag per key, ``--config`` and ``--format``.
 
     Help and defaults come from the settings, so that a flag says nothing twice. A flag not given is None, and
-    the settings decide.
+    the settings decide. What the command takes besides is Typer's as it stands.
     """
     flags = {key.replace(".", "_"): key for key in (*keys, *_LOG_KEYS)}
 
-    def decorate(command: Callable[[Settings, Format], None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command).parameters.values())[2:]
+
         def run(config: Path | None, output: Format, **values: object) -> None:
+            besides = {parameter.name: values.pop(parameter.name) for parameter in own}
             settings = load_settings(config, {flags[name]: value for name, value in values.items()})
             configure(settings.log)
-            command(settings, output)
+            command(settings, output, **besides)
 
-        parameters = [_parameter(name, _flag(key), None) for name, key in flags.items()]
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        parameters += [_parameter(name, _flag(key), None) for name, key in flags.items()]
         parameters.append(_parameter("config", ConfigOption, None))
         parameters.append(_parameter("output", FormatOption, Format.TEXT))
         run.__doc__ = command.__doc__
@@ -88,7 +91,7 @@ def _flag(key: str) -> object:
 
 def _default_text(key: str) -> str:
     default = field_of(key).default
-    if key == "node.size":
+    if key in {"node.size", "node.scrub_bytes_per_s"}:
         return format_size(default)
     if key.endswith("_s"):
         return f"{default:g}s"

@@ -22,6 +22,8 @@ _COMMANDS = {
     "meta": "Run the metadata service.",
     "node": "Run a store node.",
     "status": "Show the nodes and namespaces of a pool.",
+    "explain": "Say why blocks are not found.",
+    "verify": "Let nodes check all the blocks they hold.",
     "demo": "Run engines against a real pool and show what it saved them.",
     "demo-vllm": "Run two vLLM engines against a real pool and compare their times and answers.",
     "bench": "Measure look-ups and transfers.",

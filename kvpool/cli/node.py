@@ -24,6 +24,8 @@ from kvpool.ops.version import __version__
     "node.insecure",
     "node.connections_max",
     "node.keep_segment",
+    "node.scrub_bytes_per_s",
+    "node.scrub_interval_s",
     "node.join_timeout_s",
     "node.drain_timeout_s",
 )

@@ -13,7 +13,7 @@ from kvpool.ops.settings import Settings
 if TYPE_CHECKING:
     from kvpool.client import PoolStatus
 
-_COLUMNS = ("node", "state", "#used", "#of", "#%", "#blocks", "transport", "endpoints")
+_COLUMNS = ("node", "state", "#used", "#of", "#%", "#blocks", "#scrub", "#bad", "transport", "endpoints")
 
 
 @with_settings("client.pool", "client.timeout_s", "client.transports", "client.streams")
@@ -37,8 +37,10 @@ def _view(pool_status: "PoolStatus") -> RenderableType:
             format_size(node.capacity_bytes),
             f"{100 * node.used_bytes / max(1, node.capacity_bytes):.1f}",
             f"{node.blocks:,}",
+            f"{100 * node.scrub.progress:.0f}%",
+            node.scrub.bad_blocks,
             node.transport or "none",
-            " ".join(node.endpoints),
+            " ".join(uri for uri in node.endpoints if not uri.startswith("grpc://")),
         )
         for node in pool_status.nodes
     ]

@@ -14,6 +14,7 @@ from kvpool.client.nodes import Nodes
 from kvpool.client.results import ClientStats, NodeStatus, PoolStatus, RecoveryStatus, SegmentStatus
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX, STREAMS_MAX
+from kvpool.core.members import Scrub
 from kvpool.core.namespace import Namespace
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.streams import Streams
@@ -175,4 +176,12 @@ def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:
         endpoints=tuple(node.endpoints),
         transport=transport,
         segments=segments,
+        scrub=Scrub(
+            passes=node.scrub.passes,
+            checked_blocks=node.scrub.checked_blocks,
+            checked_bytes=node.scrub.checked_bytes,
+            bad_blocks=node.scrub.bad_blocks,
+            retired_bytes=node.scrub.retired_bytes,
+            progress=node.scrub.progress,
+        ),
     )

@@ -63,6 +63,10 @@ class MetaClient:
         """What the service says of the pool; raises UnavailableError."""
         return self._ask(self._admin.GetStatus, admin_pb2.GetStatusRequest(), deadline)
 
+    def explain(self, request: admin_pb2.ExplainRequest, deadline: Deadline) -> admin_pb2.ExplainResponse:
+        """Why blocks can or cannot be matched; raises KvpoolError."""
+        return self._ask(self._admin.Explain, request, deadline)
+
     def call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool) -> Reply:
         """A hot call; ``again`` allows one more try on a new connection.
 

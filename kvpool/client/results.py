@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvpool.core.directory import Match, MissReason
+from kvpool.core.members import Scrub
 from kvpool.transport.wire.messages import SegmentGrant
 
 __all__ = [
@@ -130,7 +131,10 @@ class SegmentStatus:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node; ``transport`` is what this client uses to reach it, None before its first use."""
+    """One node; ``transport`` is what this client uses to reach it, None before its first use.
+
+    ``scrub`` is what the node has checked of its blocks since it started.
+    """
 
     node_id: str
     state: str
@@ -140,6 +144,7 @@ class NodeStatus:
     endpoints: tuple[str, ...]
     transport: str | None
     segments: tuple[SegmentStatus, ...]
+    scrub: Scrub = field(default_factory=Scrub)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ RESERVE_BLOCKS_MAX = 4_096
 ANNOUNCE_BLOCKS_MAX = 16_384
 """Blocks in one part of an inventory."""
 
+EXPLAIN_BLOCKS_MAX = 256
+"""Blocks in one call that asks why: each is looked for in all namespaces."""
+
 SLOTS_PER_CALL_MAX = 16 * RESERVE_BLOCKS_MAX
 """Slots in one read or write of the data plane: a whole match of small blocks in one exchange."""
 

@@ -32,6 +32,18 @@ class MemberSegment:
     capacity_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Scrub:
+    """What a node has checked of its blocks since its process started; see common.proto."""
+
+    passes: int = 0
+    checked_blocks: int = 0
+    checked_bytes: int = 0
+    bad_blocks: int = 0
+    retired_bytes: int = 0
+    progress: float = 0.0
+
+
 @dataclass(slots=True)
 class Member:
     """One node.
@@ -46,6 +58,7 @@ class Member:
         seen_s: When it was last heard of.
         state: See `MemberState`.
         numbers: Directory numbers of its segments, in order.
+        scrub: As it said last.
     """
 
     node_id: str
@@ -57,6 +70,7 @@ class Member:
     seen_s: float
     state: MemberState = MemberState.JOINING
     numbers: list[int] = field(default_factory=list)
+    scrub: Scrub = field(default_factory=Scrub)
 
 
 class Members:

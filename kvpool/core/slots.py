@@ -1,8 +1,9 @@
 """A node's slots: who writes, what is committed, what is pinned, and when pages may be used again.
 
 A slot is an extent of pages named by its first page. Its generation comes from one counter of the segment, so no
-(slot, generation) is ever used twice. States: writing -> committed -> free, with two detours: a slot freed while a
-served read pins it stays until the last unpin, and one whose writer may still be alive rests in quarantine.
+(slot, generation) is ever used twice. States: writing -> committed -> free, with three detours: a slot freed while a
+served read pins it stays until the last unpin, one whose writer may still be alive rests in quarantine, and one whose
+bytes went bad is retired: it stays in quarantine for good.
 """
 
 import math
@@ -73,6 +74,7 @@ class Slots:
         self._abandoned: dict[int, set[int]] = {}
         self.next_generation = first_generation
         self.quarantined_bytes = 0
+        self._retired: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -84,6 +86,11 @@ class Slots:
     def used_bytes(self) -> int:
         """Bytes of all pages that are not free."""
         return (self._slab.pages - self._slab.free_pages) * PAGE_BYTES
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes of the pages that are never given out again."""
+        return sum(self._slots[page].pages for page in self._retired) * PAGE_BYTES
 
     @property
     def largest_free_bytes(self) -> int:
@@ -171,6 +178,36 @@ class Slots:
         assert slot is not None
         assert slot.pins
         return slot
+
+    def committed_in(self, pages: range) -> list[Slot]:
+        """Committed slots that begin in ``pages``, in order."""
+        found = [slot for page in pages if (slot := self._slots.get(page)) is not None]
+        return [slot for slot in found if slot.state == SlotState.COMMITTED and not slot.doomed]
+
+    def pin_resting(self, page: int, generation: int) -> Slot | None:
+        """`pin` for a slot that rests in quarantine and was committed; None when it does not hold ``generation``."""
+        slot = self._find(page, generation)
+        if slot is None or slot.state != SlotState.QUARANTINED or slot.until_s == math.inf or slot.doomed:
+            return None
+        slot.pins += 1
+        return slot
+
+    def retire(self, slot: Slot) -> bool:
+        """Never give the pages of a pinned slot out again, be it freed meanwhile or not; False when they are retired.
+
+        Memory that failed once is likely to fail again: the pages come back with the node's next start.
+        """
+        assert slot.pins
+        assert slot.state != SlotState.WRITING
+        if slot.page in self._retired:
+            return False
+        if slot.state != SlotState.QUARANTINED:
+            slot.state = SlotState.QUARANTINED
+            self._quarantined.add(slot.page)
+            self.quarantined_bytes += slot.pages * PAGE_BYTES
+        slot.until_s, slot.doomed = math.inf, False
+        self._retired.add(slot.page)
+        return True
 
     def drop_owner(self, owner: int) -> list[Slot]:
         """The writer is gone for good, so nothing can write its slots any more: free them."""

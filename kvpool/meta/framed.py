@@ -139,7 +139,8 @@ class MetaSession:
                 strict=True,
             )
         )
-        return Done(self._service.gone(request.session, request.segment_id, request.namespace, slots))
+        where = (request.session, request.segment_id, request.namespace)
+        return Done(self._service.gone(*where, slots, bad=request.bad))
 
     def _ping(self, _request: Ping) -> Message:
         return Done(0)

@@ -6,7 +6,7 @@ Every front door (gRPC servicers, framed sessions) calls these methods; nothing 
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +22,18 @@ from kvpool.core.directory import (
     Location,
     Match,
     MissReason,
-    ReserveResult,
 )
 from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UsageError
 from kvpool.core.keys import hash_at
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
-from kvpool.core.members import Member, Members, MemberSegment, MemberState
+from kvpool.core.members import Member, Members, MemberSegment, MemberState, Scrub
 from kvpool.core.namespace import Namespace, parse_namespace
 from kvpool.core.recovery import Recovery
 from kvpool.meta.granting import Granting
-from kvpool.meta.status import MetaStatus, RecoveryStatus
+from kvpool.meta.results import MetaStatus, RecoveryStatus, Reserved
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
-from kvpool.transport.wire.messages import NodeInfo, SegmentGrant, SegmentInfo, Topology
+from kvpool.transport.wire.messages import NodeInfo, SegmentInfo, Topology
 
 ORDERS_PER_MESSAGE = 1024
 GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
@@ -45,15 +44,9 @@ LOSS_PAUSE_S = 0.001
 """A lost segment is dropped so many blocks at a time, with pauses: who lets a lock go and takes it again at once keeps
 out those who wait for it."""
 
+Answer = TypeVar("Answer")
+
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """A reservation, with a sealed grant for each segment."""
-
-    result: ReserveResult
-    grants: list[SegmentGrant]
 
 
 class MetaService:
@@ -77,6 +70,8 @@ class MetaService:
         on_recovered: Callable[[], None] = lambda: None,
     ) -> None:
         self.settings = settings
+        self.clock = clock
+        self.started_s = clock()
         self.incarnation = int.from_bytes(random_bytes(8), "little") >> 1
         self.work = threading.Event()
         config = DirectoryConfig(
@@ -240,12 +235,16 @@ class MetaService:
             self._members.set_state(member, MemberState.DRAINING)
         log.info("node_draining", node=member.node_id)
 
-    def heard(self, member: Member, orders_applied: int) -> None:
+    def heard(self, member: Member, orders_applied: int, scrub: Scrub | None = None) -> None:
         """A heartbeat, or any other sign of life."""
         with self._lock:
             self._check_session(member)
             self._members.heard(member)
             self._directory.acknowledge(member.node_id, orders_applied)
+            if scrub is not None:
+                member.scrub = scrub
+                for segment in member.segments[:1]:  # a node has one so far
+                    self._directory.set_retired(segment.segment_id, scrub.retired_bytes)
 
     def leave(self, member: Member) -> None:
         """The node's stream has ended: its blocks are no longer offered."""
@@ -287,16 +286,23 @@ class MetaService:
                 return [CommitStatus.STALE] * len(written)
             return self._directory.commit(reservation, segment_id, written)
 
-    def gone(self, session: int, segment_id: bytes, namespace_id: bytes, slots: list[tuple[bytes, int, int]]) -> int:
-        """(hash, slot, generation) that a node no longer has; how many the directory named."""
+    def gone(
+        self, session: int, segment_id: bytes, namespace_id: bytes, slots: list[tuple[bytes, int, int]], *, bad: bool
+    ) -> int:
+        """(hash, slot, generation) that a node no longer serves; how many the directory named."""
         with self._lock:
             member = self._members.of_session(session)
             if member is None or all(s.segment_id != segment_id for s in member.segments):
                 return 0
             namespace_id = _checked_id(namespace_id)
-            return sum(self._directory.gone(segment_id, namespace_id, *slot) for slot in slots)
+            return sum(self._directory.gone(segment_id, namespace_id, *slot, bad=bad) for slot in slots)
 
     # Operators and housekeeping
+
+    def ask(self, question: Callable[[Directory, Members], Answer]) -> Answer:
+        """Let ``question`` look at the state under the lock: it must be short, and change nothing."""
+        with self._lock:
+            return question(self._directory, self._members)
 
     def explain(self, namespace_id: bytes, block_hash: bytes) -> MissReason | None:
         """See `Directory.explain`."""
@@ -324,6 +330,7 @@ class MetaService:
                 namespaces=self._directory.namespaces(),
                 stats=self._directory.stats(),
                 used={s.number: (s.used_bytes, s.blocks) for s in self._directory.segments()},
+                scrubs={member.node_id: member.scrub for member in self._members},
                 recovery=RecoveryStatus.of(self._recovery),
             )
 

@@ -5,7 +5,10 @@ import dataclasses
 import grpc
 
 from kvpool.core.keys import count_hashes, split_hashes
-from kvpool.core.limits import RESERVE_BLOCKS_MAX
+from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, RESERVE_BLOCKS_MAX
+from kvpool.core.members import Scrub
+from kvpool.core.namespace import parse_namespace
+from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
 from kvpool.meta.service import MetaService
 from kvpool.transport.wire.messages import Topology, unpack
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
@@ -145,8 +148,17 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         )
 
     def Explain(self, request: admin_pb2.ExplainRequest, context: grpc.ServicerContext) -> admin_pb2.ExplainResponse:
-        count_hashes(request.hash, 1)
-        return admin_pb2.ExplainResponse(reason=self._service.explain(request.namespace, request.hash) or "")
+        count_hashes(request.hashes, EXPLAIN_BLOCKS_MAX)
+        wanted = parse_namespace(request.document) if request.document else None
+        target = find_target(self._service, request.namespace, wanted, request.model)
+        explained = explain_blocks(self._service, target, split_hashes(request.hashes))
+        return admin_pb2.ExplainResponse(
+            blocks=[_explanation(block) for block in explained.blocks],
+            memory_full=explained.memory.full,
+            memory_s=explained.memory.since_s,
+            uptime_s=explained.uptime_s,
+            joining=explained.joining,
+        )
 
     def Pin(self, request: admin_pb2.PinRequest, context: grpc.ServicerContext) -> admin_pb2.PinResponse:
         count_hashes(request.hash, 1)
@@ -156,6 +168,24 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     def Unpin(self, request: admin_pb2.UnpinRequest, context: grpc.ServicerContext) -> admin_pb2.UnpinResponse:
         count_hashes(request.hash, 1)
         return admin_pb2.UnpinResponse(unpinned=self._service.unpin(request.namespace, request.hash))
+
+
+def _explanation(block: BlockExplained) -> admin_pb2.BlockExplanation:
+    why = block.explanation
+    return admin_pb2.BlockExplanation(
+        reason=why.reason or "",
+        namespace=block.namespace,
+        cause=why.cause or "",
+        nodes=why.nodes,
+        ago_s=why.ago_s,
+        idle_s=why.idle_s,
+        fill=why.fill,
+        owner=why.owner,
+        deadline_s=why.deadline_s,
+        missing=why.missing,
+        missing_reason=why.missing_reason or "",
+        elsewhere=[admin_pb2.Elsewhere(namespace=n, differences=fields) for n, fields in block.elsewhere],
+    )
 
 
 def topology_message(service: MetaService) -> common_pb2.Topology:
@@ -182,6 +212,7 @@ def topology_message(service: MetaService) -> common_pb2.Topology:
                 state=node.state,
                 endpoints=node.endpoints,
                 segments=segments,
+                scrub=common_pb2.Scrub(**dataclasses.asdict(status.scrubs.get(node.node_id, Scrub()))),
             )
         )
     return common_pb2.Topology(version=topology.version, nodes=nodes)

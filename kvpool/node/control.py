@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 
@@ -40,6 +40,7 @@ class Control:
         store: What it holds.
         book: Documents of the namespaces it has blocks of.
         link: The metadata service.
+        scrub: What was checked of its blocks, now.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Control:
         store: NodeStore,
         book: NamespaceBook,
         link: MetaLink,
+        scrub: Callable[[], common_pb2.Scrub],
     ) -> None:
         self._node_id = node_id
         self._incarnation = incarnation
@@ -57,6 +59,7 @@ class Control:
         self._store = store
         self._book = book
         self._link = link
+        self._scrub = scrub
         self._stub = membership_pb2_grpc.MembershipStub(link.channel)
         self._stopping = threading.Event()
         self._call: grpc.CallIterator[membership_pb2.ToNode] | None = None
@@ -195,7 +198,7 @@ class Control:
     def _beat(self, interval_s: float, ended: threading.Event) -> None:
         while not ended.wait(interval_s):
             self._store.expire()
-            heartbeat = membership_pb2.Heartbeat(orders_applied=self._orders_applied)
+            heartbeat = membership_pb2.Heartbeat(orders_applied=self._orders_applied, scrub=self._scrub())
             self._out.put(membership_pb2.FromNode(heartbeat=heartbeat))
 
     def segment(self) -> common_pb2.Segment:

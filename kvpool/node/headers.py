@@ -23,7 +23,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvpool.core.checksum import block_seeds
 from kvpool.core.errors import CapacityError
+from kvpool.core.keys import split_hashes
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import SlotState
 from kvpool.core.units import format_size
@@ -161,6 +163,11 @@ class HeaderFile:
         """What was last written for slots at ``pages``; each of them was."""
         return SlotHeaders(pages, self._records[pages])
 
+    def is_sound(self, page: int) -> bool:
+        """Whether the header of the slot at ``page`` is as it was written."""
+        record = self._records[[page]]
+        return bool(_header_checksums(record)[0] == record["header_checksum"][0])
+
     def clear(self, pages: int | list[int]) -> None:
         """The slots are free."""
         self._records["state"][pages] = 0
@@ -217,3 +224,18 @@ def _header_checksums(records: Records) -> NDArray[np.uint64]:
     packed, digest = records.tobytes(), xxhash.xxh3_64_intdigest
     starts = range(0, len(packed), RECORD_BYTES)
     return np.array([digest(packed[i + _CHECKED.start : i + _CHECKED.stop]) for i in starts], np.uint64)
+
+
+def checksum_seeds(records: Records) -> list[int]:
+    """Checksum seeds of the blocks that the records describe."""
+    return [
+        block_seeds(int.from_bytes(namespace[:8], "little"), block_hash, shard, [generation], length)[0]
+        for namespace, block_hash, shard, generation, length in zip(
+            split_hashes(records["namespace"].tobytes()),
+            split_hashes(records["hash"].tobytes()),
+            records["shard"].tolist(),
+            records["generation"].tolist(),
+            records["length"].tolist(),
+            strict=True,
+        )
+    ]

@@ -13,7 +13,15 @@ from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
 from kvpool.ops.logging import get_logger
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool, first_reachable
-from kvpool.transport.wire.messages import AbortRequest, CommitRequest, Done, Statuses, pack, unpack
+from kvpool.transport.wire.messages import (
+    AbortRequest,
+    CommitRequest,
+    Done,
+    GoneRequest,
+    Statuses,
+    pack,
+    unpack,
+)
 from kvpool.v1 import directory_pb2, directory_pb2_grpc
 
 CALL_TIMEOUT_S = 5.0
@@ -75,6 +83,25 @@ class MetaLink:
                 connection.call(AbortRequest(reservation, b"".join(hashes), crowded=False), Done, CALL_TIMEOUT_S)
         except KvpoolError as error:
             log.info("abort_not_delivered", reservation=reservation, error=str(error))
+
+    def gone(self, segment_id: bytes, headers: SlotHeaders) -> None:
+        """See `DirectoryLink.gone`."""
+        try:
+            pool, session = self._current()
+            request = GoneRequest(
+                session=session.session,
+                segment_id=segment_id,
+                namespace=headers.records["namespace"][0].tobytes(),
+                hashes=headers.records["hash"].tobytes(),
+                slots=pack(headers.pages, "<u4"),
+                generations=pack(headers.records["generation"], "<u8"),
+                bad=True,
+            )
+            with pool.connection(CALL_TIMEOUT_S) as connection:
+                connection.call(request, Done, CALL_TIMEOUT_S)
+        except KvpoolError as error:
+            # Readers refuse them, and the next inventory does not name them.
+            log.info("gone_not_delivered", slots=len(headers), error=str(error))
 
     def describe(self, namespace_id: bytes) -> bytes:
         """The namespace's document; raises KvpoolError."""

@@ -15,6 +15,7 @@ from kvpool.node.files import SegmentFiles
 from kvpool.node.headers import HeaderFile
 from kvpool.node.link import MetaLink
 from kvpool.node.namespaces import NamespaceBook
+from kvpool.node.scrub import Scrubber
 from kvpool.node.servicer import StoreNodeServicer
 from kvpool.node.serving import DataSession
 from kvpool.node.store import NodeStore
@@ -54,6 +55,7 @@ class NodeServer:
         self._endpoints: list[str] = []
         self._running = ExitStack()
         self._started = False
+        self._scrubber: Scrubber
         self._framed: FramedServer
         self._control: Control
 
@@ -68,6 +70,7 @@ class NodeServer:
             self._open_store(undo)
             self._listen(undo)
             self._join(undo)
+            self._scrubber.start()
             self._started = True
             self._running = undo.pop_all()
         log.info("node_started", node=self.settings.node_id, endpoints=self._endpoints)
@@ -120,10 +123,16 @@ class NodeServer:
         server = GrpcServer(SERVICES, self._register)
         undo.callback(lambda: server.stop(STOP_GRACE_S))  # first: one that starts and is not stopped hangs at exit
         self.grpc_address = server.start(settings.listen, settings.grpc_port)
+        host = settings.advertise_host or self.grpc_address.rpartition(":")[0]
+        self._endpoints.append(f"grpc://{host}:{self.grpc_address.rpartition(':')[2]}")
+        self._scrubber = Scrubber(
+            self.store.checks, settings.scrub_bytes_per_s, settings.scrub_interval_s, self._framed.wait_idle
+        )
         self._control = Control(
-            settings.node_id, self._incarnation, self._endpoints, self.store, self._book, self._link
+            settings.node_id, self._incarnation, self._endpoints, self.store, self._book, self._link, self._scrub
         )
         undo.callback(self._control.stop)
+        undo.callback(self._scrubber.stop)
         self._control.start()
         if not self._joined():
             raise UnavailableError(
@@ -153,6 +162,18 @@ class NodeServer:
             state="draining" if self.store.draining else "ready",
             endpoints=self._endpoints,
             segments=[self._control.segment()],
+            scrub=self._scrub(),
+        )
+
+    def _scrub(self) -> common_pb2.Scrub:
+        stats, progress = self.store.stats(), self._scrubber.progress
+        return common_pb2.Scrub(
+            passes=progress.passes,
+            progress=progress.progress,
+            checked_blocks=stats.counters.get("checked_blocks", 0),
+            checked_bytes=stats.counters.get("checked_bytes", 0),
+            bad_blocks=stats.counters.get("bad_blocks", 0),
+            retired_bytes=stats.retired_bytes,
         )
 
 

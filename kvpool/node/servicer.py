@@ -8,6 +8,7 @@ import numpy as np
 
 from kvpool.core.errors import ProtocolError
 from kvpool.core.limits import RESERVE_BLOCKS_MAX
+from kvpool.node.scrub import verify
 from kvpool.node.store import NodeStore
 from kvpool.v1 import store_node_pb2, store_node_pb2_grpc
 
@@ -76,6 +77,19 @@ class StoreNodeServicer(store_node_pb2_grpc.StoreNodeServicer):
             largest_free_bytes=stats.largest_free_bytes,
             connections=self._connections(),
             counters=stats.counters,
+        )
+
+    def Verify(
+        self, request: store_node_pb2.VerifyRequest, context: grpc.ServicerContext
+    ) -> store_node_pb2.VerifyResponse:
+        checked, took_s = verify(self._store.checks, request.page, request.limit_ms / 1000)
+        return store_node_pb2.VerifyResponse(
+            next_page=checked.next_page,
+            pages=self._store.checks.pages,
+            blocks=checked.blocks,
+            bytes=checked.size_bytes,
+            bad=checked.bad,
+            took_us=int(took_s * 1e6),
         )
 
     def Drain(

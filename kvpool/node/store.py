@@ -8,12 +8,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.core.checksum import block_seeds
 from kvpool.core.directory import CommitStatus, FreeSlot
 from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import KvpoolError, ProtocolError, UnavailableError, UsageError
@@ -21,7 +19,9 @@ from kvpool.core.grants import Grant, open_grant
 from kvpool.core.keys import split_hashes
 from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, RESERVATION_S_MAX
 from kvpool.core.slots import Slot, Slots, SlotState
-from kvpool.node.headers import HeaderFile, SlotHeaders, make_records
+from kvpool.node.checking import Checks
+from kvpool.node.directory_link import DirectoryLink
+from kvpool.node.headers import HeaderFile, SlotHeaders, checksum_seeds, make_records
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.segment import Segment
 from kvpool.ops.logging import get_logger
@@ -29,16 +29,6 @@ from kvpool.transport.base import WriteStatus
 from kvpool.transport.blocks import Bytes
 
 log = get_logger(__name__)
-
-
-class DirectoryLink(Protocol):
-    """How the store tells the directory what was written."""
-
-    def commit(self, segment_id: bytes, reservation: int, headers: SlotHeaders) -> NDArray[np.uint8]:
-        """Commit written slots; one `CommitStatus` each. Raises KvpoolError when the directory cannot be asked."""
-
-    def abort(self, reservation: int, hashes: list[bytes]) -> None:
-        """Give blocks back that will not be written; best effort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +56,7 @@ class StoreStats:
     capacity_bytes: int
     used_bytes: int
     quarantined_bytes: int
+    retired_bytes: int
     largest_free_bytes: int
     slots: int
     counters: dict[str, int]
@@ -73,6 +64,8 @@ class StoreStats:
 
 class NodeStore:
     """One segment and everything in it. Thread-safe.
+
+    `checks` compares what it holds with the headers.
 
     Args:
         segment: Its memory; the caller closes it after the store is no longer used.
@@ -104,6 +97,7 @@ class NodeStore:
         self._counters: Counter[str] = Counter()
         self._committing: set[int] = set()
         """Pages of slots whose commit is under way: an inventory leaves them to it, for it may be refused."""
+        self.checks = Checks(segment, headers, slots, self._lock, self._counters, link)
 
     # Writing
 
@@ -252,6 +246,8 @@ class NodeStore:
             for order in orders:
                 if order.segment_id == self.segment.segment_id:
                     self._free(order.slot, order.generation, rest=order.rest)
+                    if order.rest:
+                        self.checks.suspect(order.slot, order.generation)
 
     def expire(self) -> None:
         """Quarantine writes past their deadline; free what has rested."""
@@ -281,6 +277,7 @@ class NodeStore:
                 capacity_bytes=self.segment.size_bytes,
                 used_bytes=self._slots.used_bytes,
                 quarantined_bytes=self._slots.quarantined_bytes,
+                retired_bytes=self._slots.retired_bytes,
                 largest_free_bytes=self._slots.largest_free_bytes,
                 slots=len(self._slots),
                 counters=dict(self._counters),
@@ -335,18 +332,7 @@ class NodeStore:
 
     def _seeds(self, slots: list[Slot]) -> list[int]:
         """Checksum seeds of the slots, from their headers."""
-        records = self._headers.read(np.array([slot.page for slot in slots], np.uint32)).records
-        return [
-            block_seeds(int.from_bytes(namespace[:8], "little"), block_hash, shard, [generation], length)[0]
-            for namespace, block_hash, shard, generation, length in zip(
-                split_hashes(records["namespace"].tobytes()),
-                split_hashes(records["hash"].tobytes()),
-                records["shard"].tolist(),
-                records["generation"].tolist(),
-                records["length"].tolist(),
-                strict=True,
-            )
-        ]
+        return checksum_seeds(self._headers.read(np.array([slot.page for slot in slots], np.uint32)).records)
 
     def _view(self, page: int, length: int) -> memoryview:
         return self.segment.payload[page * PAGE_BYTES : page * PAGE_BYTES + length].data

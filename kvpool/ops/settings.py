@@ -88,6 +88,7 @@ def _is_loopback(host: str) -> bool:
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Size = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_whole_pages)]
+Pace = Annotated[int, Field(ge=0), BeforeValidator(parse_size, str | int)]
 Duration = Annotated[float, Field(gt=0), BeforeValidator(parse_duration, str | float)]
 Scheme = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*$")]
 PoolUri = Annotated[str, AfterValidator(_pool_uri)]
@@ -210,6 +211,12 @@ class NodeSettings(_ServerSettings):
 
     join_timeout_s: Duration = 30.0
     """Time that the metadata service gets to take the node in."""
+
+    scrub_bytes_per_s: Pace = 64 << 20
+    """Pace at which stored blocks are checked in the background, e.g. 64MiB; 0 turns the scrub off."""
+
+    scrub_interval_s: Duration = 600.0
+    """Time from the start of one scrub to the start of the next, for segments scrubbed sooner."""
 
     drain_timeout_s: Duration = 30.0
     """Time that transfers under way get to end when the node is asked to stop."""

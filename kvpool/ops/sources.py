@@ -100,7 +100,7 @@ def field_of(key: str) -> FieldInfo:
 def flag_name(key: str) -> str:
     """The flag of a dotted key: ``meta.grpc_port`` is ``--grpc-port``, ``log.level`` is ``--log-level``."""
     section, name = key.split(".")
-    flag = name.removesuffix("_s").replace("_", "-")
+    flag = (name if name.endswith("_per_s") else name.removesuffix("_s")).replace("_", "-")
     return f"--log-{flag}" if section == "log" else f"--{flag}"
 
 

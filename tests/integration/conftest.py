@@ -122,6 +122,7 @@ def embedded(tmp_path: Path) -> Iterator[EmbeddedPool]:
         grpc_port=0,
         segment_dir=tmp_path,
         unix_socket=tmp_path / "e0.sock",
+        scrub_bytes_per_s=0,  # tests commit made-up checksums
         keep_segment=False,
     )
     with EmbeddedPool(MetaSettings(grpc_port=0, framed_port=0, reflection=True), node) as pool:

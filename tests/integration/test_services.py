@@ -115,7 +115,7 @@ def test_pins_and_explanations(embedded, meta_channel):
     assert admin.Unpin(admin_pb2.UnpinRequest(namespace=NAMESPACE.id, hash=chain[1]), timeout=5).unpinned
     assert not admin.Unpin(admin_pb2.UnpinRequest(namespace=NAMESPACE.id, hash=chain[1]), timeout=5).unpinned
     known, unknown = (
-        admin.Explain(admin_pb2.ExplainRequest(namespace=NAMESPACE.id, hash=h), timeout=5).reason
+        admin.Explain(admin_pb2.ExplainRequest(namespace=NAMESPACE.id, hashes=h), timeout=5).blocks[0].reason
         for h in (chain[0], random_chain(1)[0])
     )
     assert (known, unknown) == ("", "cold")

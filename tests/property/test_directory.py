@@ -225,6 +225,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             in_flight = {h for write in self.pool.open if write.namespace is namespace for h in write.in_flight}
             for block_hash in PARENTS:
                 reason = self.directory.explain(namespace.id, block_hash)
+                assert self.directory.explain_block(namespace.id, block_hash).reason == reason
                 assert (reason is None) == (block_hash in visible)
                 assert (reason == MissReason.IN_FLIGHT) == (block_hash in in_flight)
 

@@ -38,6 +38,7 @@ class Held:
     bound: bool = False
     pins: int = 0
     doomed: bool = False
+    retired: bool = False
 
     @property
     def name(self) -> tuple[int, int]:
@@ -159,6 +160,36 @@ class SlotsMachine(RuleBasedStateMachine):
         pinned = [held for held in self.held if held.pins]
         self.unpin_one(pinned[pick % len(pinned)])
 
+    @precondition(lambda self: self.held)
+    @rule(pick=picks, good=st.booleans())
+    def check(self, pick: int, good: bool) -> None:
+        """As the scrub does: a slot that is committed, or rests, is pinned, and retired if its bytes are bad."""
+        held = self.pick(pick)
+        rests = held.state == RESTING and held.until_s < math.inf
+        expected = (held.state == COMMITTED or rests) and not held.doomed
+
+        slot = self.slots.pin(*held.name) or self.slots.pin_resting(*held.name)
+
+        assert (slot is held.slot) == expected
+        if slot is None:
+            return
+        held.pins += 1
+        if not good:
+            assert self.slots.retire(slot)
+            assert not self.slots.retire(slot), "and once only"
+            self.retire_one(held)
+        self.unpin_one(held)
+
+    @precondition(lambda self: any(held.pins and held.state == COMMITTED for held in self.held))
+    @rule(pick=picks)
+    def retire_under_readers(self, pick: int) -> None:
+        """Freed meanwhile or not, the pages stay, and the readers' pins end as ever."""
+        pinned = [held for held in self.held if held.pins and held.state == COMMITTED]
+        held = pinned[pick % len(pinned)]
+
+        assert self.slots.retire(held.slot)
+        self.retire_one(held)
+
     # Time and restarts
 
     @rule(seconds=st.sampled_from((0.0, 1.0, 5.0, TTL_MAX_S, QUARANTINE_S)))
@@ -231,6 +262,9 @@ class SlotsMachine(RuleBasedStateMachine):
             assert (slot.state, slot.pins, slot.doomed) == (held.state, held.pins, held.doomed)
         resting = sum(held.pages for held in self.held if held.state == RESTING)
         assert self.slots.quarantined_bytes == resting * PAGE_BYTES
+        assert self.slots.retired_bytes == sum(held.pages for held in self.held if held.retired) * PAGE_BYTES
+        committed = [h.page for h in self.held if h.state == COMMITTED and not h.doomed]
+        assert [slot.page for slot in self.slots.committed_in(range(PAGES))] == sorted(committed)
 
     def teardown(self) -> None:
         """All transfers end, and time passes: every abandoned write has come back."""
@@ -242,7 +276,8 @@ class SlotsMachine(RuleBasedStateMachine):
             self.expire()
         for owner in range(1, 4):
             self.drop_owner(owner)
-        assert all(slot.state == COMMITTED for slot in self.slots)
+        retired = {held.page for held in self.held if held.retired}
+        assert all(slot.state == COMMITTED or slot.page in retired for slot in self.slots)
         self.slots.check_integrity()
 
     # The oracle
@@ -269,6 +304,9 @@ class SlotsMachine(RuleBasedStateMachine):
         """Not given out for a while; one whose writer may still write it, not before that one has gone."""
         while_it_lives = held.bound and held.state == WRITING
         held.state, held.until_s = RESTING, math.inf if while_it_lives else self.clock() + QUARANTINE_S
+
+    def retire_one(self, held: Held) -> None:
+        held.state, held.until_s, held.owner, held.doomed, held.retired = RESTING, math.inf, 0, False, True
 
     def unpin_one(self, held: Held) -> None:
         assert self.slots.pinned(held.page, held.generation) is held.slot

@@ -83,8 +83,8 @@ def test_commits_and_losses_of_an_ended_session_are_refused(service):
     again = reserve(service, chain(1))
     assert service.commit(new.session, SEGMENT.segment_id, again, written) == [CommitStatus.COMMITTED]
     named = [(chain(1)[0], 3, 5)]
-    assert service.gone(old.session, SEGMENT.segment_id, NAMESPACE.id, named) == 0
-    assert service.gone(new.session, SEGMENT.segment_id, NAMESPACE.id, named) == 1
+    assert service.gone(old.session, SEGMENT.segment_id, NAMESPACE.id, named, bad=False) == 0
+    assert service.gone(new.session, SEGMENT.segment_id, NAMESPACE.id, named, bad=False) == 1
 
 
 def test_a_node_cannot_speak_for_a_segment_of_another(service):

@@ -1,6 +1,7 @@
 """The directory of blocks. `Directory` is the interface; the other modules are its parts."""
 
 from kvpool.core.directory.directory import Directory
+from kvpool.core.directory.explaining import Explanation, Memory
 from kvpool.core.directory.inventory import AnnouncedBlock, Inventory
 from kvpool.core.directory.lookup import LEASE_MARGIN_S
 from kvpool.core.directory.outbox import FreeSlot
@@ -16,20 +17,23 @@ from kvpool.core.directory.results import (
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryConfig
 from kvpool.core.directory.table import BlockState
-from kvpool.core.directory.tombstones import MissReason
+from kvpool.core.directory.tombstones import Cause, MissReason
 
 __all__ = [
     "LEASE_MARGIN_S",
     "AnnouncedBlock",
     "BlockState",
+    "Cause",
     "CommitStatus",
     "Directory",
     "DirectoryConfig",
     "DirectoryStats",
+    "Explanation",
     "FreeSlot",
     "Inventory",
     "Location",
     "Match",
+    "Memory",
     "MissReason",
     "ReserveResult",
     "Segment",

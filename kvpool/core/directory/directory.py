@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.clock import FOREVER_US, Clock, microseconds
-from kvpool.core.directory import inventory, lookup, losing, writing
+from kvpool.core.directory import explaining, inventory, lookup, losing, writing
+from kvpool.core.directory.explaining import Explanation, Memory
 from kvpool.core.directory.inventory import Inventory
 from kvpool.core.directory.outbox import FreeSlot, Outbox
 from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, Match, ReserveResult
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryConfig, DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
-from kvpool.core.directory.tombstones import MissReason
+from kvpool.core.directory.tombstones import Cause, MissReason
 from kvpool.core.directory.writing import Committed
 from kvpool.core.errors import CapacityError, UsageError
 from kvpool.core.keys import NO_PARENT
@@ -120,6 +121,14 @@ class Directory:
         """Whether nodes have yet to announce what they hold: what is not known then is `MissReason.RECOVERING`."""
         self._state.recovering = recovering
 
+    def set_retired(self, segment_id: bytes, retired_bytes: int) -> None:
+        """So many bytes of the segment are out of use, and the rest is its capacity; at least a page stays."""
+        segment = self._state.segments_by_id[segment_id]
+        change = min(retired_bytes, segment.capacity_bytes + segment.retired_bytes - PAGE_BYTES) - segment.retired_bytes
+        segment.retired_bytes += change
+        segment.capacity_bytes -= change
+        self._state.placements.capacity_bytes -= change
+
     def set_accepting(self, segment_id: bytes, *, accepting: bool) -> None:
         """Whether new blocks may be placed on the segment (a draining node's may not)."""
         self._state.segments_by_id[segment_id].accepts = accepting
@@ -153,15 +162,26 @@ class Directory:
         state = self._state
         return inventory.announce(state, state.segments_by_id[segment_id], state.entry(namespace_id), blocks)
 
-    def gone(self, segment_id: bytes, namespace_id: bytes, block_hash: bytes, slot: int, generation: int) -> bool:
-        """The node no longer has this slot; False when the directory does not name it any more."""
-        return self._drop(segment_id, namespace_id, block_hash, slot, generation, MissReason.EXPIRED, order=False)
+    def gone(
+        self,
+        segment_id: bytes,
+        namespace_id: bytes,
+        block_hash: bytes,
+        slot: int,
+        generation: int,
+        *,
+        bad: bool = False,
+    ) -> bool:
+        """The node no longer serves this slot, be it that its bytes are ``bad``; False when the directory knew."""
+        why = (MissReason.VERIFY_FAILED, Cause.SCRUB) if bad else (MissReason.EXPIRED, Cause.GONE)
+        dropped = self._drop(segment_id, namespace_id, block_hash, slot, generation, *why, order=False)
+        self._state.counts["bad_blocks"] += dropped and bad
+        return dropped
 
     def report_bad(self, segment_id: bytes, namespace_id: bytes, block_hash: bytes, slot: int, generation: int) -> bool:
         """A reader's checksum failed: drop the placement and order its node to quarantine the slot."""
-        dropped = self._drop(
-            segment_id, namespace_id, block_hash, slot, generation, MissReason.VERIFY_FAILED, order=True
-        )
+        why = (MissReason.VERIFY_FAILED, Cause.READER)
+        dropped = self._drop(segment_id, namespace_id, block_hash, slot, generation, *why, order=True)
         self._state.counts["bad_blocks"] += dropped
         return dropped
 
@@ -197,6 +217,14 @@ class Directory:
     def explain(self, namespace_id: bytes, block_hash: bytes) -> MissReason | None:
         """Why the block cannot be matched; None when it can."""
         return lookup.explain(self._state, self._state.entry(namespace_id), block_hash)
+
+    def explain_block(self, namespace_id: bytes, block_hash: bytes) -> Explanation:
+        """All that is known of why the block can or cannot be matched, for people; nothing is touched."""
+        return explaining.explain_block(self._state, self._state.entry(namespace_id), block_hash)
+
+    def memory(self) -> Memory:
+        """How far back removed blocks are remembered."""
+        return explaining.memory(self._state)
 
     # Writers
 
@@ -317,6 +345,7 @@ class Directory:
         slot: int,
         generation: int,
         reason: MissReason,
+        cause: Cause,
         *,
         order: bool,
     ) -> bool:
@@ -324,7 +353,7 @@ class Directory:
         if segment is None:
             return False
         entry = self._state.entry(namespace_id)
-        return losing.gone(self._state, segment, entry, block_hash, slot, generation, reason, order=order)
+        return losing.gone(self._state, segment, entry, block_hash, slot, generation, reason, cause, order=order)
 
     def _row(self, namespace_id: bytes, block_hash: bytes) -> int:
         entry = self._state.entry(namespace_id)

@@ -8,7 +8,7 @@ noticed. A node that returns meanwhile opens a segment of its own: what it annou
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL
-from kvpool.core.directory.tombstones import MissReason
+from kvpool.core.directory.tombstones import Cause, MissReason
 
 
 def gone(
@@ -19,6 +19,7 @@ def gone(
     slot: int,
     generation: int,
     reason: MissReason,
+    cause: Cause,
     *,
     order: bool,
 ) -> bool:
@@ -28,7 +29,7 @@ def gone(
     for placement in state.placements.of_block(row) if row != NIL else ():
         where = (rows.segment[placement], rows.slot[placement], rows.generation[placement])
         if where == (segment.number, slot, generation):
-            state.drop_placement(placement, reason, order=order)
+            state.drop_placement(placement, reason, cause, order=order)
             return True
     return False
 

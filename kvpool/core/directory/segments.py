@@ -18,6 +18,7 @@ class Segment:
         number: The directory's short name for it; never reused while the directory lives.
         capacity_bytes: Bytes its slots may take.
         used_bytes: Sum of the slots of its placements, reserved and committed.
+        retired_bytes: What bad memory has taken off the capacity.
         accepts: False while its node drains or is lost: nothing new is placed there.
         spared_until_us: Nothing is evicted before: leases that an earlier service gave may still run.
         first: First row of its list of placements.
@@ -29,6 +30,7 @@ class Segment:
     node_id: str
     capacity_bytes: int
     used_bytes: int = 0
+    retired_bytes: int = 0
     accepts: bool = True
     spared_until_us: int = NEVER_US
     first: int = NIL

@@ -11,7 +11,7 @@ from kvpool.core.directory.placing import Placer
 from kvpool.core.directory.reservations import Reservations
 from kvpool.core.directory.segments import Placements, Segment
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState, BlockTable
-from kvpool.core.directory.tombstones import MissReason, Tombstones
+from kvpool.core.directory.tombstones import Cause, MissReason, Tombstone, Tombstones
 from kvpool.core.errors import UnknownNamespaceError
 from kvpool.core.eviction import create_policy
 from kvpool.core.namespace import Namespace
@@ -98,38 +98,38 @@ class DirectoryState:
         """Keep ``row``, and so its ancestors, from eviction until then."""
         self.blocks.held_until_us[row] = max(self.blocks.held_until_us[row], until_us)
 
-    def evict(self, row: int) -> None:
+    def evict(self, row: int, cause: Cause = Cause.ROOM) -> None:
         """Remove a leaf that the policy gave up; nobody holds it, so its slots are reusable at once."""
         self.counts["evicted_blocks"] += 1
         self.counts["evicted_bytes"] += self._slot_bytes(row) * sum(1 for _ in self.placements.of_block(row))
-        self.remove_block(row, MissReason.EVICTED)
+        self.remove_block(row, MissReason.EVICTED, cause)
 
-    def remove_block(self, row: int, reason: MissReason) -> None:
+    def remove_block(self, row: int, reason: MissReason, cause: Cause | None = None) -> None:
         """Take the block out with all its placements, ordering their nodes to free the slots."""
         # A lease on a block below covers this one too.
         rest = self.blocks.first_child[row] != NIL or self.blocks.hold_us(row) > self.now_us()
         for placement in self.placements.of_block(row):
             self._order_free(placement, rest=rest)
             self.placements.remove(placement, self._slot_bytes(row))
-        self._forget(row, reason)
+        self._forget(row, reason, cause)
 
-    def drop_placement(self, placement: int, reason: MissReason, *, order: bool) -> None:
+    def drop_placement(self, placement: int, reason: MissReason, cause: Cause | None = None, *, order: bool) -> None:
         """One copy of one shard is gone, or must go (``order``); what is left decides what becomes of its block."""
         rows, blocks = self.placements.rows, self.blocks
-        row, shard = rows.block[placement], rows.shard[placement]
+        row, shard, segment = rows.block[placement], rows.shard[placement], rows.segment[placement]
         if order:
             self._order_free(placement, rest=True)
         self.placements.remove(placement, self._slot_bytes(row))
         if blocks.placement[row] == NIL:
-            self._forget(row, reason)
+            self._forget(row, reason, cause)
         elif blocks.state[row] == BlockState.IN_FLIGHT:
-            self.remove_block(row, reason)
+            self.remove_block(row, reason, cause)
         elif any(rows.shard[p] == shard for p in self.placements.of_block(row)):
             self.policy.changed(row)
         else:
             blocks.missing_shards[row] += 1
             self.chains.doze(row)
-            self.tombstones.bury(blocks.namespace[row], blocks.hash[row], reason, self.now_us())
+            self._bury(row, segment, reason, cause)
             self.policy.changed(row)
 
     def expire(self) -> None:
@@ -141,12 +141,20 @@ class DirectoryState:
                 self.remove_block(row, MissReason.EXPIRED)
         self.leases.expire(now_us)
 
-    def _forget(self, row: int, reason: MissReason) -> None:
-        blocks = self.blocks
+    def _forget(self, row: int, reason: MissReason, cause: Cause | None) -> None:
         if reason != MissReason.COLD:  # it found no room: why it left before still holds
-            self.tombstones.bury(blocks.namespace[row], blocks.hash[row], reason, self.now_us())
+            self._bury(row, self.blocks.home_segment[row], reason, cause)
         self.reservations.release(row)
         self.chains.remove(row)
+
+    def _bury(self, row: int, segment: int, reason: MissReason, cause: Cause | None) -> None:
+        # Once a block while the pool is full: nothing is worked out here that `explain` can work out.
+        blocks, placements = self.blocks, self.placements
+        home = placements.segments.get(segment)
+        node, last_use_us = home.node_id if home is not None else "", blocks.last_use_us[row]
+        pool = placements.used_bytes, placements.capacity_bytes
+        tombstone = Tombstone(reason, self.now_us(), cause, node, last_use_us, *pool)
+        self.tombstones.bury(blocks.namespace[row], blocks.hash[row], tombstone)
 
     def _order_free(self, placement: int, *, rest: bool) -> None:
         rows = self.placements.rows

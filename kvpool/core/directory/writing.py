@@ -7,7 +7,7 @@ from kvpool.core.directory.results import CommitStatus, ReserveResult, Share, Wa
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
-from kvpool.core.directory.tombstones import MissReason
+from kvpool.core.directory.tombstones import Cause, MissReason
 from kvpool.core.errors import InvalidHashError, NamespaceMismatchError
 from kvpool.core.keys import count_hashes, hash_at, split_hashes
 from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX, RESERVE_BLOCKS_MAX
@@ -90,7 +90,7 @@ def abort(state: DirectoryState, reservation_number: int, hashes: list[bytes] | 
         rows = [row for h in dict.fromkeys(hashes) if (row := index.get(h, NIL)) in reservation.rows]
     for row in rows:
         segments = {state.placements.rows.segment[p] for p in state.placements.of_block(row)} if crowded else set()
-        state.remove_block(row, MissReason.EXPIRED)
+        state.remove_block(row, MissReason.EXPIRED, Cause.ABORTED)
         for segment in segments:
             _make_hole(state, segment, state.entries[reservation.namespace].slot_bytes)
     return len(rows)
@@ -108,7 +108,7 @@ def _make_hole(state: DirectoryState, segment: int, slot_bytes: int) -> None:
         victim = state.policy.first(segment, state.now_us())
         if victim is None:
             return
-        state.evict(victim.row)
+        state.evict(victim.row, Cause.SCATTERED)
 
 
 class _Writer:
@@ -233,7 +233,7 @@ class _Writer:
         if not self.reservation.rows:
             self.state.reservations.close(self.reservation)
         for row in list(self.reservation.rows):
-            self.state.remove_block(row, MissReason.EXPIRED)
+            self.state.remove_block(row, MissReason.EXPIRED, Cause.ABORTED)
         return NamespaceMismatchError(
             f"hashes[{block}] is stored below another parent: the hashes are not one chain; give them from the root"
         )

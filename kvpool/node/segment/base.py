@@ -12,7 +12,8 @@ class Segment(Protocol):
         segment_id: 16 bytes that stay with the memory over restarts; slots are named by it.
         medium: ``shm``, later ``vram`` or ``disk``.
         size_bytes: Whole pages.
-        payload: All bytes, writable.
+        payload: All bytes, writable. What is read here is read from the medium itself, since the scrub believes it: a
+            segment on disk must go past the page cache (O_DIRECT) for that.
     """
 
     segment_id: bytes

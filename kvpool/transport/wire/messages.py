@@ -208,7 +208,7 @@ class CommitRequest(Message, frozen=True):
 
 
 class GoneRequest(Message, frozen=True):
-    """Slots a node no longer has. Answered by Done."""
+    """Slots a node no longer serves; ``bad``: since their bytes have changed. Answered by Done."""
 
     kind = 22
     session: int
@@ -217,6 +217,7 @@ class GoneRequest(Message, frozen=True):
     hashes: bytes
     slots: bytes
     generations: bytes
+    bad: bool = False
 
 
 class Statuses(Message, frozen=True):

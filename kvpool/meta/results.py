@@ -1,12 +1,21 @@
-"""What operators see of a metadata service."""
+"""What the metadata service answers its front doors."""
 
 from dataclasses import dataclass
 from typing import Self
 
-from kvpool.core.directory import DirectoryStats
+from kvpool.core.directory import DirectoryStats, ReserveResult
+from kvpool.core.members import Scrub
 from kvpool.core.namespace import Namespace
 from kvpool.core.recovery import Recovery
-from kvpool.transport.wire.messages import Topology
+from kvpool.transport.wire.messages import SegmentGrant, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A reservation, with a sealed grant for each segment."""
+
+    result: ReserveResult
+    grants: list[SegmentGrant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +35,7 @@ class RecoveryStatus:
 
 @dataclass(frozen=True, slots=True)
 class MetaStatus:
-    """The whole service, at one moment."""
+    """What operators see of the whole service, at one moment."""
 
     incarnation: int
     topology: Topology
@@ -34,4 +43,6 @@ class MetaStatus:
     stats: DirectoryStats
     used: dict[int, tuple[int, int]]
     """(used bytes, placements) by segment number."""
+    scrubs: dict[str, Scrub]
+    """By node id."""
     recovery: RecoveryStatus
