@@ -11,13 +11,13 @@ from kvpool.client.counters import Counters
 from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
 from kvpool.client.nodes import Nodes
-from kvpool.client.results import ClientStats, NodeStatus, PoolStatus, SegmentStatus
+from kvpool.client.results import ClientStats, DrainStatus, NodeStatus, PoolStatus, SegmentStatus
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX, STREAMS_MAX
 from kvpool.core.namespace import Namespace
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.streams import Streams
-from kvpool.v1 import common_pb2
+from kvpool.v1 import admin_pb2, common_pb2
 
 DEFAULT_TRANSPORTS = ("inproc", "shm", "tcp")
 
@@ -82,6 +82,34 @@ class Client:
             nodes=tuple(_node_status(node, names.get(node.incarnation)) for node in answer.topology.nodes),
             counters=dict(answer.counters),
         )
+
+    def drain(
+        self, node_id: str, *, drain_timeout_s: float = 300.0, stay: bool = False, timeout_s: float | None = None
+    ) -> DrainStatus:
+        """Begin to copy a node's blocks to other nodes, the most recently used first; then it leaves the pool.
+
+        Returns at once; `drain_status` says how far it is. Asked again, it goes on with what is under way.
+
+        Args:
+            node_id: The node.
+            drain_timeout_s: Time for copying; what is not copied by then stays behind.
+            stay: Keep the node in the pool, serving what it has.
+            timeout_s: Deadline of the call.
+
+        Raises:
+            UsageError: No live node has this name.
+            UnavailableError: The service cannot be reached.
+        """
+        check_timeout(drain_timeout_s)
+        return _drain_status(self._meta.drain(node_id, drain_timeout_s, self._deadline(timeout_s), stay=stay))
+
+    def drain_status(self, node_id: str, timeout_s: float | None = None) -> DrainStatus:
+        """How far the latest drain of a node has come; raises UsageError when there was none."""
+        return _drain_status(self._meta.drain_status(node_id, self._deadline(timeout_s)))
+
+    def cancel_drain(self, node_id: str, timeout_s: float | None = None) -> DrainStatus:
+        """Place blocks on a draining node again; raises UsageError when it does not drain."""
+        return _drain_status(self._meta.cancel_drain(node_id, self._deadline(timeout_s)))
 
     def stats(self) -> ClientStats:
         """Counts since the client was made."""
@@ -171,3 +199,8 @@ def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:
         transport=transport,
         segments=segments,
     )
+
+
+def _drain_status(status: admin_pb2.DrainStatus) -> DrainStatus:
+    left = (status.left_blocks, status.left_bytes)
+    return DrainStatus(status.node_id, status.state, status.blocks, status.bytes, *left, status.reason)

@@ -1,6 +1,5 @@
 """The client's transports: one way to each node, the best that works, opened when first needed."""
 
-import logging
 import time
 from functools import partial
 from operator import methodcaller
@@ -8,14 +7,10 @@ from operator import methodcaller
 from kvpool.client.breaker import Breaker
 from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
 from kvpool.core.members import MemberState
-from kvpool.transport import SCHEMES, Transport, open_transport, scheme_of
+from kvpool.transport import Transport, open_best, scheme_of
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.wire.messages import NodeInfo, SegmentInfo, Topology
-
-CONNECT_TIMEOUT_S = 1.0
-
-log = logging.getLogger("kvpool.client")
 
 
 class Nodes:
@@ -76,29 +71,10 @@ class Nodes:
         if not breaker.allows():
             raise UnavailableError(f"node {node.node_id} could not be reached lately")
         try:
-            return self._open(node, deadline)
+            where = (node.node_id, node.endpoints, self._schemes, self._principal, node.incarnation, self._streams)
+            return open_best(*where, deadline)
         except DeadlineError:
             raise  # this caller's time was short: that says nothing of the node
         except KvpoolError:
             breaker.failed()
             raise
-
-    def _open(self, node: NodeInfo, deadline: Deadline) -> Transport:
-        offered = [uri for uri in node.endpoints if uri.partition("://")[0] in SCHEMES]
-        tried: list[str] = []
-        for scheme in self._schemes:
-            for uri in offered:
-                if not uri.startswith(f"{scheme}://"):
-                    continue
-                timeout_s = min(CONNECT_TIMEOUT_S, deadline.left_s())
-                try:
-                    transport = open_transport(uri, self._principal, node.incarnation, self._streams, timeout_s)
-                except KvpoolError as error:
-                    tried.append(f"{uri}: {error}")
-                    continue
-                log.info("node %s is reached over %s (%s)", node.node_id, transport.name, uri)
-                return transport
-        raise UnavailableError(
-            f"node {node.node_id} cannot be reached over {', '.join(self._schemes)}: "
-            f"{'; '.join(tried) or 'it offers ' + ', '.join(offered)}"
-        )

@@ -22,6 +22,7 @@ STREAMS_MAX = 64
 """Threads or connections of one transfer."""
 
 SHARDS_MAX = 256
+REPLICAS_MAX = 16
 BLOCK_BYTES_MAX = 1 << 30
 NAMESPACES_MAX = 4_096
 SEGMENTS_MAX = 65_000

@@ -4,7 +4,7 @@ Every front door (gRPC servicers, framed sessions) calls these methods; nothing 
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock
@@ -14,28 +14,25 @@ from kvpool.core.directory import (
     Directory,
     DirectoryConfig,
     DirectoryStats,
-    FreeSlot,
     Location,
     Match,
     MissReason,
+    Order,
     ReserveResult,
-    Share,
 )
 from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UsageError
-from kvpool.core.grants import Grant, seal
-from kvpool.core.keys import hash_at, select_hashes
+from kvpool.core.keys import hash_at
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
 from kvpool.core.members import Member, Members, MemberSegment, MemberState
 from kvpool.core.namespace import Namespace, parse_namespace
+from kvpool.meta.moving import Mover
+from kvpool.meta.sealing import Slice, fetch_message
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
-from kvpool.transport.wire.messages import NodeInfo, SegmentGrant, SegmentInfo, Topology, pack
+from kvpool.transport.wire.messages import NodeInfo, SegmentGrant, SegmentInfo, Topology
+from kvpool.v1 import membership_pb2
 
 ORDERS_PER_MESSAGE = 1024
-GRANT_BLOCKS_MAX = 256
-GRANT_BYTES = 16 << 20
-"""Blocks and bytes of one grant: while a writer moves one, its node commits the one before and prepares the next."""
-
 GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
 """Grants of one reservation, so that they fit the frame of its answer with the topology."""
 
@@ -74,12 +71,20 @@ class MetaService:
     def __init__(self, settings: MetaSettings, clock: Clock, random_bytes: Callable[[int], bytes]) -> None:
         self.settings = settings
         self.incarnation = int.from_bytes(random_bytes(8), "little") >> 1
-        config = DirectoryConfig(policy=settings.policy, lease_cap=settings.lease_cap, tombstones=settings.tombstones)
+        config = DirectoryConfig(
+            policy=settings.policy,
+            lease_cap=settings.lease_cap,
+            tombstones=settings.tombstones,
+            replicas_max=settings.replicas_max,
+            replica_read_rate=settings.replica_read_rate,
+            replica_budget=settings.replica_budget,
+        )
         self._directory = Directory(clock, config)
         self._members = Members(clock, random_bytes, settings.node_ttl_s)
         self._lock = threading.Lock()
         self._orders_changed = threading.Condition(self._lock)
         self._topology: Topology | None = None
+        self.mover = Mover(self._directory, self._members, self._orders_changed, settings, clock)
 
     # Clients
 
@@ -122,16 +127,12 @@ class MetaService:
             result = self._directory.reserve(namespace_id, hashes, first, parent, owner=owner, ttl_s=ttl_s)
             above = parent if not first else hash_at(hashes, first - 1)
             chain = (above or bytes(HASH_BYTES)) + hashes[first * HASH_BYTES :]
-            step = _grant_blocks(self._directory.namespace(namespace_id).block_bytes)
+            block_bytes = self._directory.namespace(namespace_id).block_bytes
+            slice_of = Slice(self.incarnation, result.reservation, namespace_id, block_bytes, ttl_s, chain)
             grants = [
-                SegmentGrant(
-                    segment=number,
-                    shard=shard,
-                    blocks=pack(part.indexes, "<u4"),
-                    grant=self._seal(number, shard, part, chain, namespace_id, result.reservation, ttl_s),
-                )
+                grant
                 for (number, shard), share in result.shares.items()
-                for part in _parts(share, step)
+                for grant in slice_of.seal(self._directory.segment(number), self._member_of(number), shard, share)
             ]
             size_bytes = sum(len(grant.grant) + len(grant.blocks) for grant in grants)
             if size_bytes > GRANTS_BYTES_MAX:
@@ -142,7 +143,9 @@ class MetaService:
     def abort(self, reservation: int, hashes: list[bytes] | None, *, crowded: bool = False) -> int:
         """See `Directory.abort`."""
         with self._lock:
-            return self._directory.abort(reservation, hashes, crowded=crowded)
+            blocks = self._directory.abort(reservation, hashes, crowded=crowded)
+        self.mover.settled()
+        return blocks
 
     def report_bad(self, namespace_id: bytes, block_hash: bytes, segment: int, slot: int, generation: int) -> bool:
         """See `Directory.report_bad`; False for a segment that is not open any more."""
@@ -228,6 +231,7 @@ class MetaService:
             for segment in member.segments:
                 self._directory.set_accepting(segment.segment_id, accepting=False)
             self._members.set_state(member, MemberState.DRAINING)
+            member.drains = True
         log.info("node_draining", node=member.node_id)
 
     def heard(self, member: Member, orders_applied: int) -> None:
@@ -242,25 +246,45 @@ class MetaService:
         with self._lock:
             if self._members.of_session(member.session) is not member:
                 return
-            self._members.set_state(member, MemberState.LOST)
+            if member.leaves:
+                self._members.forget(member)
+            else:
+                self._members.set_state(member, MemberState.LOST)
             self._drop_segments(member)
+            self.mover.left(member)
             self._orders_changed.notify_all()
         log.info("node_left", node=member.node_id)
 
-    def wait_for_orders(self, member: Member, after: int, timeout_s: float) -> list[FreeSlot]:
-        """Orders numbered above ``after``, waiting for some up to ``timeout_s``.
+    def wait_for_orders(self, member: Member, after: int, timeout_s: float) -> list[Order]:
+        """Orders numbered above ``after``, waiting up to ``timeout_s`` for some, or for another mode of the node.
 
         Raises:
             UnavailableError: The session is over.
         """
         with self._orders_changed:
             self._check_session(member)
-            orders = self._directory.orders(member.node_id, after, ORDERS_PER_MESSAGE)
-            if not orders:
+            orders, mode = self._directory.orders(member.node_id, after, ORDERS_PER_MESSAGE), member.mode
+            if not orders and mode == member.mode_told:
                 self._orders_changed.wait(timeout_s)
                 self._check_session(member)
                 orders = self._directory.orders(member.node_id, after, ORDERS_PER_MESSAGE)
             return orders
+
+    def fetch(self, member: Member, copy_number: int) -> membership_pb2.FetchBlocks | None:
+        """What tells ``member`` to fetch the blocks of a copy; None when that has ended, or its source is gone."""
+        with self._lock:
+            copy = self._directory.copy(copy_number)
+            if copy is None or copy.destination.node_id != member.node_id:
+                return None
+            source = self._members.get(copy.source.node_id)
+            if source is None or source.state == MemberState.LOST:
+                self._directory.abort(copy_number)
+                return None
+            namespace = self._directory.namespaces()[copy.namespace]
+            chain = Slice(
+                self.incarnation, copy.number, namespace.id, namespace.block_bytes, self.settings.reservation_ttl_s
+            )
+            return fetch_message(chain, copy, source, member)
 
     def commit(
         self,
@@ -274,7 +298,9 @@ class MetaService:
             member = self._members.of_session(session)
             if member is None or all(s.segment_id != segment_id for s in member.segments):
                 return [CommitStatus.STALE] * len(written)
-            return self._directory.commit(reservation, segment_id, written)
+            statuses = self._directory.commit(reservation, segment_id, written)
+        self.mover.settled()
+        return statuses
 
     def gone(self, session: int, segment_id: bytes, namespace_id: bytes, slots: list[tuple[bytes, int, int]]) -> int:
         """(hash, slot, generation) that a node no longer has; how many the directory named."""
@@ -316,13 +342,14 @@ class MetaService:
             )
 
     def tick(self) -> None:
-        """Free abandoned reservations and lose silent nodes; called every heartbeat or so."""
+        """Free abandoned reservations, lose silent nodes, copy what is hot; called every heartbeat or so."""
         with self._lock:
             self._directory.expire()
             silent = self._members.silent()
         for member in silent:
             log.warning("node_silent", node=member.node_id, ttl_s=self.settings.node_ttl_s)
             self.leave(member)
+        self.mover.tick()
 
     def check_integrity(self) -> None:
         """Assert the directory's invariants; for tests."""
@@ -339,48 +366,14 @@ class MetaService:
         if self._members.of_session(member.session) is not member:
             raise UnavailableError(f"the session of node {member.node_id} is over; dial in again")
 
+    def _member_of(self, number: int) -> Member:
+        """The node of an open segment."""
+        member = self._members.get(self._directory.segment(number).node_id)
+        assert member is not None
+        return member
+
     def _lease_s(self, lease_s: float) -> float:
         return min(lease_s, self.settings.lease_max_s)
-
-    def _seal(
-        self,
-        number: int,
-        shard: int,
-        share: Share,
-        chain: bytes,
-        namespace_id: bytes,
-        reservation: int,
-        ttl_s: float,
-    ) -> bytes:
-        """The grant for one segment; ``chain`` begins with the hash above the reserved slice."""
-        segment = self._directory.segment(number)
-        member = self._members.get(segment.node_id)
-        assert member is not None, "an open segment has a member"
-        grant = Grant(
-            incarnation=self.incarnation,
-            session=member.session,
-            reservation=reservation,
-            segment_id=segment.segment_id,
-            namespace=namespace_id,
-            block_bytes=self._directory.namespace(namespace_id).block_bytes,
-            ttl_ms=int(ttl_s * 1000),
-            hashes=select_hashes(chain, [index + 1 for index in share.indexes]),
-            parents=select_hashes(chain, share.indexes),
-            shard=shard,
-            victim_slots=pack([order.slot for order in share.victims], "<u4"),
-            victim_generations=pack([order.generation for order in share.victims], "<u8"),
-        )
-        return seal(grant, member.key)
-
-
-def _grant_blocks(block_bytes: int) -> int:
-    return max(1, min(GRANT_BLOCKS_MAX, GRANT_BYTES // block_bytes))
-
-
-def _parts(share: Share, step: int) -> Iterator[Share]:
-    """The share in grants of at most ``step`` blocks; brought in order, and the first frees the victims."""
-    for start in range(0, len(share.indexes), step):
-        yield Share(share.indexes[start : start + step], share.victims if not start else [])
 
 
 def _checked_id(namespace_id: bytes) -> bytes:

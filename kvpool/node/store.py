@@ -105,6 +105,17 @@ class NodeStore:
 
     # Writing
 
+    def open_grant(self, sealed: bytes) -> Grant:
+        """The grant in ``sealed``; raises as `prepare`."""
+        session = self.session
+        if session is None or self.draining:
+            raise UnavailableError("the node takes no writes now: it drains, or has lost the metadata service")
+        grant = open_grant(sealed, session.key)
+        if (grant.incarnation, grant.session) != (session.meta_incarnation, session.session):
+            raise ProtocolError("the write grant is of another session; reserve again")
+        self.check_segment(grant.segment_id)
+        return grant
+
     def prepare(
         self, sealed: bytes, owner: int, *, bound: bool = True
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
@@ -116,7 +127,7 @@ class NodeStore:
             ProtocolError: Not a grant of the current session for this segment.
             UnavailableError: The node has no session now, or drains.
         """
-        grant = self._open(sealed)
+        grant = self.open_grant(sealed)
         self._book.learn(grant.namespace)
         slots = np.full(grant.count, NO_SLOT, np.uint32)
         generations = np.zeros(grant.count, np.uint64)
@@ -270,16 +281,6 @@ class NodeStore:
                 slots=len(self._slots),
                 counters=dict(self._counters),
             )
-
-    def _open(self, sealed: bytes) -> Grant:
-        session = self.session
-        if session is None or self.draining:
-            raise UnavailableError("the node takes no writes now: it drains, or has lost the metadata service")
-        grant = open_grant(sealed, session.key)
-        if (grant.incarnation, grant.session) != (session.meta_incarnation, session.session):
-            raise ProtocolError("the write grant is of another session; reserve again")
-        self.check_segment(grant.segment_id)
-        return grant
 
     def _open_slots(self, grant: Grant, owner: int, *, bound: bool) -> SlotHeaders:
         """Open and describe slots for the first blocks of ``grant``, as many as there is room for."""

@@ -2,10 +2,10 @@
 
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
-
-from kvpool.testing import ManualClock
 from kvpool_connector.vllm.jobs import LoadJob, LoadReport
 from kvpool_connector.vllm.requests import RequestBook, Wait
+
+from kvpool.testing import ManualClock
 
 RANKS = 2
 CHAINS = [[bytes([family, block]) * 16 for block in range(8)] for family in range(2)]
@@ -129,7 +129,7 @@ class Requests(RuleBasedStateMachine):
                 loading = self.book.load_reported(job.number, LoadReport(None, "", 0, 0.1))
             self.release(loading.lease)
         assert not self.leases, "a lease was lost"
-        assert 0 == self.book.loads
+        assert self.book.loads == 0
 
 
 TestRequests = Requests.TestCase

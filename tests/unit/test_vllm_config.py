@@ -1,15 +1,15 @@
 """The connector's settings and its range of vLLM versions."""
 
 import pytest
-
-from kvpool import SettingsError, UsageError
 from kvpool_connector.vllm.config import parse_config
 from kvpool_connector.vllm.version import check_version
+
+from kvpool import SettingsError, UsageError
 
 
 def test_nothing_needs_to_be_said() -> None:
     config = parse_config({})
-    assert ("grpc://127.0.0.1:7300", ("shm", "tcp"), True) == (config.pool, config.transports, config.save_decode)
+    assert (config.pool, config.transports, config.save_decode) == ("grpc://127.0.0.1:7300", ("shm", "tcp"), True)
 
 
 @pytest.mark.parametrize(

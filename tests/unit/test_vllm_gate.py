@@ -1,9 +1,9 @@
 """Load or recompute: what is measured, and what follows from it."""
 
 import pytest
+from kvpool_connector.vllm.gate import STALE_S, STEPS_MAX, Gate, StepTimer
 
 from kvpool.testing import ManualClock
-from kvpool_connector.vllm.gate import STALE_S, STEPS_MAX, Gate, StepTimer
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_load_is_not_offered_where_computing_is_faster(gate: Gate, clock: Manu
 def test_small_loads_and_steps_are_not_measured(gate: Gate) -> None:
     gate.load.measured(1, 100.0)
     gate.prefill.measured(1, 100.0)
-    assert (None, None) == (gate.load.now(), gate.prefill.now())
+    assert (gate.load.now(), gate.prefill.now()) == (None, None)
 
 
 def test_rates_follow_what_is_measured(gate: Gate) -> None:
@@ -53,16 +53,16 @@ def test_steps_in_flight_are_timed_one_after_the_other(clock: ManualClock) -> No
     timer = StepTimer(clock)
     first, second = timer.sent(1000), timer.sent(2000)
     clock.advance(1)
-    assert (1000, 1.0) == timer.came_back(first)
+    assert timer.came_back(first) == (1000, 1.0)
     clock.advance(3)
-    assert (2000, 3.0) == timer.came_back(second), "it began when the one before it had ended"
-    assert (0, 0.0) == timer.came_back(second)
+    assert timer.came_back(second) == (2000, 3.0), "it began when the one before it had ended"
+    assert timer.came_back(second) == (0, 0.0)
 
 
 def test_small_steps_are_not_timed_and_lost_ones_are_forgotten(clock: ManualClock) -> None:
     timer = StepTimer(clock)
-    assert 0 == timer.sent(1)
+    assert timer.sent(1) == 0
     lost = timer.sent(1000)
     for _ in range(STEPS_MAX):
         timer.sent(1000)
-    assert (0, 0.0) == timer.came_back(lost)
+    assert timer.came_back(lost) == (0, 0.0)

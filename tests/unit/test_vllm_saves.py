@@ -1,11 +1,11 @@
 """The connector's saves: references, ranks, and when an idle engine may sleep."""
 
 import pytest
+from kvpool_connector.vllm.jobs import LoadReport, SaveReport, WorkerReport
+from kvpool_connector.vllm.saves import ORPHANED_TIMEOUTS, SaveBook, wanted_blocks
 
 from kvpool import Reservation, Want
 from kvpool.testing import ManualClock
-from kvpool_connector.vllm.jobs import LoadReport, SaveReport, WorkerReport
-from kvpool_connector.vllm.saves import ORPHANED_TIMEOUTS, SaveBook, wanted_blocks
 
 
 @pytest.fixture
@@ -25,10 +25,10 @@ def rank(failed: tuple[int, ...] = (), *, crowded: bool = False) -> SaveReport:
 def test_blocks_are_referenced_until_the_save_ends(book: SaveBook) -> None:
     book.planned(1, "r", b"", 0, [4, 5, 6])
     book.planned(2, "r", b"", 3, [7])  # V3: one request, two jobs
-    assert (4, 6) == (book.pinned_blocks, book.room())
-    assert [7] == book.ended(2)
-    assert [4, 5, 6] == book.ended(1)
-    assert (0, 10, 0) == (book.pinned_blocks, book.room(), len(book))
+    assert (book.pinned_blocks, book.room()) == (4, 6)
+    assert book.ended(2) == [7]
+    assert book.ended(1) == [4, 5, 6]
+    assert (book.pinned_blocks, book.room(), len(book)) == (0, 10, 0)
     book.check_integrity()
 
 
@@ -52,12 +52,12 @@ def test_a_save_that_nobody_reports_lets_the_engine_sleep_at_last(book: SaveBook
     assert not book.younger_than(1)  # V39
     clock.advance(5 * ORPHANED_TIMEOUTS)
     assert not book.pending()
-    assert 1 == book.pinned_blocks, "its blocks may still be read"
+    assert book.pinned_blocks == 1, "its blocks may still be read"
 
 
 def test_only_wanted_blocks_count() -> None:
     wants = bytes([Want.EXISTS, Want.WANTED, Want.IN_FLIGHT, Want.WANTED, Want.NO_ROOM])
-    assert 2 == wanted_blocks(Reservation(b"", 1, 0, b"", wants, None, []))
+    assert wanted_blocks(Reservation(b"", 1, 0, b"", wants, None, [])) == 2
 
 
 def test_reports_of_several_workers_and_steps_add_up() -> None:
@@ -65,7 +65,7 @@ def test_reports_of_several_workers_and_steps_add_up() -> None:
     left = WorkerReport({1: [ended]}, {7: rank((1,))}, timed_step=3)
     right = WorkerReport({1: [ended], 2: [ended]}, {7: rank(), 8: rank()})
     merged = left.merge(right)
-    assert ({1: 2, 2: 1}, 3) == ({n: len(r) for n, r in merged.loads.items()}, merged.timed_step)
+    assert ({n: len(r) for n, r in merged.loads.items()}, merged.timed_step) == ({1: 2, 2: 1}, 3)
     assert (2, frozenset({1})) == (merged.saves[7].ranks, merged.saves[7].failed)
     assert merged
     assert not WorkerReport()

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from kvpool import Keyspace, KvpoolError, Match, MissReason, Reservation
 from kvpool_connector.vllm.link import PoolLink
+
+from kvpool import Keyspace, KvpoolError, Match, MissReason, Reservation
 
 LOOKUP_THREADS = 4
 FAILURES_MAX = 3

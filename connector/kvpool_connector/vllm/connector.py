@@ -10,6 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from kvpool_connector.vllm.config import parse_config
+from kvpool_connector.vllm.fingerprint import RankFingerprint, check_hashing
+from kvpool_connector.vllm.jobs import StepJobs, WorkerReport
+from kvpool_connector.vllm.metrics import KVPoolPromMetrics, KVPoolStats
+from kvpool_connector.vllm.scheduler import PoolScheduler
+from kvpool_connector.vllm.version import check_version
+from kvpool_connector.vllm.worker import PoolWorker, Results
+
+from kvpool import SettingsError
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -21,15 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-from kvpool import SettingsError
-from kvpool_connector.vllm.config import parse_config
-from kvpool_connector.vllm.fingerprint import RankFingerprint, check_hashing
-from kvpool_connector.vllm.jobs import StepJobs, WorkerReport
-from kvpool_connector.vllm.metrics import KVPoolPromMetrics, KVPoolStats
-from kvpool_connector.vllm.scheduler import PoolScheduler
-from kvpool_connector.vllm.version import check_version
-from kvpool_connector.vllm.worker import PoolWorker, Results
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-
-from kvpool import Namespace, SettingsError
 from kvpool_connector.vllm.config import ConnectorConfig
 from kvpool_connector.vllm.pages import PageRuns
+
+from kvpool import Namespace, SettingsError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -5,9 +5,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from kvpool_connector.vllm.config import ConnectorConfig
+
 import kvpool
 from kvpool import Client, Keyspace, KvpoolError, Namespace, UsageError
-from kvpool_connector.vllm.config import ConnectorConfig
 
 RETRY_S = 1.0
 log = logging.getLogger("vllm.kvpool")

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvpool.core.keys import split_hashes
 from kvpool_connector.vllm.jobs import LoadJob, LoadReport
+
+from kvpool.core.keys import split_hashes
 
 NEGATIVE_S = 5.0
 """How long a block that failed to load is not asked for again, by any request."""

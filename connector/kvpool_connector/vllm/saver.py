@@ -4,12 +4,13 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvpool import Want
-from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX
 from kvpool_connector.vllm.calls import PoolCalls, Reserved
 from kvpool_connector.vllm.jobs import SaveJob, SaveReport
 from kvpool_connector.vllm.requests import RequestBook
 from kvpool_connector.vllm.saves import SaveBook, Saving, wanted_blocks
+
+from kvpool import Want
+from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

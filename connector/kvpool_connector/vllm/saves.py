@@ -7,8 +7,9 @@ computed (V2); jobs have numbers of their own, because request ids come back aft
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvpool import Reservation, Want
 from kvpool_connector.vllm.jobs import SaveJob, SaveReport
+
+from kvpool import Reservation, Want
 
 ORPHANED_TIMEOUTS = 3
 """A save that no rank reports for so many time-outs no longer keeps an idle engine awake. It stays referenced."""

@@ -12,9 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-
-from kvpool import Client, Namespace
-from kvpool.core.limits import MATCH_BLOCKS_MAX, RESERVE_BLOCKS_MAX
 from kvpool_connector.local_node import ensure_local_node
 from kvpool_connector.vllm.calls import Answered, PoolCalls
 from kvpool_connector.vllm.config import ConnectorConfig
@@ -26,6 +23,9 @@ from kvpool_connector.vllm.metrics import KVPoolStats
 from kvpool_connector.vllm.requests import RequestBook, Wait
 from kvpool_connector.vllm.saver import Saver
 from kvpool_connector.vllm.saves import SaveBook
+
+from kvpool import Client, Namespace
+from kvpool.core.limits import MATCH_BLOCKS_MAX, RESERVE_BLOCKS_MAX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

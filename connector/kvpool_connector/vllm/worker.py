@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-
-from kvpool import Keyspace, Reservation, Want
-from kvpool.core.limits import HASH_BYTES
-from kvpool.core.namespace import parse_namespace
 from kvpool_connector.vllm.config import ConnectorConfig
 from kvpool_connector.vllm.fingerprint import RankFingerprint, rank_fingerprint, shard_of
 from kvpool_connector.vllm.jobs import LoadJob, LoadReport, SaveJob, SaveReport, StepJobs, WorkerReport
 from kvpool_connector.vllm.link import PoolLink
 from kvpool_connector.vllm.metrics import KVPoolStats
 from kvpool_connector.vllm.pages import Bytes, Pages, UnsupportedLayoutError, open_pages
+
+from kvpool import Keyspace, Reservation, Want
+from kvpool.core.limits import HASH_BYTES
+from kvpool.core.namespace import parse_namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

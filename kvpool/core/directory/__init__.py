@@ -1,8 +1,11 @@
 """The directory of blocks. `Directory` is the interface; the other modules are its parts."""
 
+from kvpool.core.directory.copies import Copy
 from kvpool.core.directory.directory import Directory
+from kvpool.core.directory.draining import Drain
+from kvpool.core.directory.heat import HotRun
 from kvpool.core.directory.inventory import AnnouncedBlock
-from kvpool.core.directory.outbox import FreeSlot
+from kvpool.core.directory.outbox import FetchBlocks, FreeSlot, Order
 from kvpool.core.directory.results import (
     CommitStatus,
     DirectoryStats,
@@ -21,13 +24,18 @@ __all__ = [
     "AnnouncedBlock",
     "BlockState",
     "CommitStatus",
+    "Copy",
     "Directory",
     "DirectoryConfig",
     "DirectoryStats",
+    "Drain",
+    "FetchBlocks",
     "FreeSlot",
+    "HotRun",
     "Location",
     "Match",
     "MissReason",
+    "Order",
     "ReserveResult",
     "Segment",
     "Share",

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvpool.core.clock import microseconds
+from kvpool.core.directory.copying import give_up_segment
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
@@ -54,6 +55,7 @@ def gone(
 
 def lose_segment(state: DirectoryState, segment: Segment) -> int:
     """Drop every placement of ``segment``, its own list only, and close it. Returns the placements dropped."""
+    give_up_segment(state, segment)
     placements = list(state.placements.of_segment(segment))
     for placement in placements:
         # A block in flight goes whole at its first lost shard, and takes its other placements with it.
@@ -101,10 +103,5 @@ def _place_announced(
     rows.generation[placement] = block.generation
     rows.checksum[placement] = block.checksum
     if not known:
-        state.blocks.missing_shards[row] -= 1
-    if state.blocks.missing_shards[row]:
-        # Its other shards come from other nodes' inventories, or never: kept, not matched, evicted first.
-        state.chains.doze(row)
-    elif not known:
-        state.chains.complete(row)
+        state.complete_shard(row)
     return True

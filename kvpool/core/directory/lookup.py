@@ -159,6 +159,7 @@ def _gather(
 ) -> Location:
     rows = state.placements.rows
     block_rows = _visible_rows(state, index, hashes, first, end)
+    state.heat.note(block_rows, state.now_us())
     block: Sequence[int] = range(len(block_rows))
     heads: Sequence[int] = _take(state.blocks.placement, block_rows)
     if any(link != NIL for link in _take(rows.next, heads)):
