@@ -152,3 +152,56 @@ def test_a_node_that_dies_while_it_drains_is_reported(start_pool, rng):
 
     eventually(lambda: client.drain_status("n0").state == "lost")
     pool.signal(pool.nodes["n1"], signal.SIGCONT)
+
+
+def test_a_frozen_node_leaves_a_load_time_for_the_other_copy(hot_pool, rng):
+    chain, blocks, loaded = random_chain(8), random_blocks(rng, 8), blank(8)
+    client = hot_pool.connect("tcp")
+    keyspace = open_blocks(client)
+    keyspace.store(chain, blocks)
+    make_hot(keyspace, chain, copies=2)
+
+    for name in ("n0", "n1"):
+        hot_pool.signal(hot_pool.nodes[name], signal.SIGSTOP)
+        try:
+            results = [keyspace.load(chain, loaded, timeout_s=2.0).loaded for _ in range(2)]
+        finally:
+            hot_pool.signal(hot_pool.nodes[name], signal.SIGCONT)
+        assert results == [8, 8]
+        np.testing.assert_array_equal(blocks, loaded)
+    assert client.stats().misses == {}
+
+
+def test_a_copy_on_this_host_is_read_before_one_behind_a_network(hot_pool, rng):
+    chain, blocks, loaded = random_chain(8), random_blocks(rng, 8), blank(8)
+    writer = open_blocks(hot_pool.connect("tcp"), model="shared")
+    writer.store(chain, blocks)
+    [first] = [name for name, count in held_blocks(writer._client).items() if count]
+    make_hot(writer, chain, copies=2)
+    (hot_pool.directory / f"{first}.sock").unlink()  # as if it were on another host
+
+    client = kvpool.connect(hot_pool.uri, transports=["shm", "tcp"])
+    with client:
+        keyspace = open_blocks(client, model="shared")
+        for _ in range(20):
+            assert keyspace.load(chain, loaded).loaded == 8
+        assert client.stats().loaded_bytes == {"shm": 20 * blocks.nbytes}
+    np.testing.assert_array_equal(blocks, loaded)
+
+
+def test_copies_go_first_when_the_pool_fills(hot_pool, rng):
+    chain, blocks = random_chain(8), random_blocks(rng, 8)
+    client = hot_pool.connect()
+    keyspace = open_blocks(client)
+    keyspace.store(chain, blocks)
+    make_hot(keyspace, chain, copies=2)
+    room = 2 * (32 << 20) // (64 << 10) - 8
+
+    others = random_chain(room)
+    for first in range(0, room, 64):
+        assert keyspace.store(others[: first + 64], random_blocks(rng, min(64, room - first)), first=first).refused == 0
+
+    counters = client.status().counters
+    assert (counters["reclaimed_copies"], counters["evicted_blocks"], counters["surplus_blocks"]) == (8, 0, 0)
+    assert keyspace.match(chain).blocks == 8
+    assert keyspace.match(others).blocks == room
