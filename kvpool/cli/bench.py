@@ -190,11 +190,18 @@ def _cores(rows: Sequence[Row]) -> RenderableType | None:
 
 def _memory(rows: Sequence[Row]) -> RenderableType | None:
     cells = [
-        (f"{row.blocks:,}", f"{row.bytes_per_block:.0f}", _target(lookups.TARGET_BYTES_PER_BLOCK, "<="))
+        (
+            f"{row.blocks:,}",
+            f"{row.bytes_per_block:.0f}",
+            _target(lookups.TARGET_BYTES_PER_BLOCK, "<="),
+            f"{row.bytes_per_copy:.0f}",
+            _target(lookups.TARGET_BYTES_PER_COPY, "<="),
+        )
         for row in rows
         if isinstance(row, DirectoryMemoryRow)
     ]
-    return table(("#directory of blocks", "#bytes a block", "#target"), cells) if cells else None
+    columns = ("#directory of blocks", "#bytes a block", "#target", "#bytes a further copy", "#target")
+    return table(columns, cells) if cells else None
 
 
 def _stores(rows: Sequence[Row]) -> RenderableType | None:

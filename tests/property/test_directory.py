@@ -124,6 +124,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert sum(len(copy.rows) for copy in ordered) == blocks
         return multiple(*ordered)
 
+    @rule(name=names, work=st.lists(chains, min_size=1, max_size=4))
+    def copy_all(self, name: str, work: list[Tokens]) -> None:
+        """Nodes that fetch at once what is hot."""
+        namespace = NAMESPACES[name]
+        for tokens in work:
+            while self.directory.replicate(hot_run(self.directory, namespace, CHAINS[tokens], 2), 30.0):
+                copy = open_copies(self.directory)[-1]
+                self.pool.fetch(copy, copy.hashes)
+
     @rule(target=copies, node_id=st.sampled_from(("node-0", "node-1")))
     def drain(self, node_id: str):
         before = open_copies(self.directory)
