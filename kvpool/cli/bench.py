@@ -8,9 +8,11 @@ import typer
 from rich.console import Group, RenderableType
 
 from kvpool.bench import lookup as lookups
+from kvpool.bench import replicas as replication
 from kvpool.bench import store as stores
 from kvpool.bench import transfer as transfers
 from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
+from kvpool.bench.replicas import ReplicaRow, ReplicaSettings
 from kvpool.bench.store import StoreRow, StoreSettings
 from kvpool.bench.transfer import TransferRow, TransferSettings
 from kvpool.cli.output import Format, FormatOption, emit, table
@@ -20,7 +22,7 @@ from kvpool.core.units import format_size, parse_size
 from kvpool.ops.logging import configure
 from kvpool.ops.settings import LogSettings
 
-Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow
+Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow | ReplicaRow
 
 MEMORY_BLOCKS = 1_000_000
 
@@ -100,6 +102,20 @@ def store(
     _show(_store_rows(StoreSettings(blocks=blocks, rounds=rounds, samples=samples)), output)
 
 
+@bench.command()
+def replicas(
+    *,
+    clients: Annotated[int, typer.Option(help="Processes that read.")] = 2,
+    blocks: Annotated[int, typer.Option(help="Blocks of the prefix.")] = 32,
+    block_bytes: Annotated[str, typer.Option(help="Size of a block.")] = "1MiB",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time of each measurement.")] = 5.0,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    """Read one hot prefix over tcp, with one copy of it and with two."""
+    settings = ReplicaSettings(clients=clients, blocks=blocks, block_bytes=parse_size(block_bytes), seconds=seconds)
+    _show(replication.measure_replicas(settings), output)
+
+
 @bench.command(name="all")
 def all_(*, output: FormatOption = Format.TEXT) -> None:
     """Run every benchmark with its defaults; takes a few minutes."""
@@ -108,6 +124,7 @@ def all_(*, output: FormatOption = Format.TEXT) -> None:
         _transfer_rows(TransferSettings(transport=t, op=op, block_bytes=size) for t, op, size in products),
         _lookup_rows(lookups.SIZES, 1_000, MEMORY_BLOCKS),
         _store_rows(StoreSettings()),
+        replication.measure_replicas(ReplicaSettings()),
     ):
         _show(rows, output)
 
@@ -135,7 +152,7 @@ def _show(rows: Iterable[Row], output: Format) -> None:
         if output is Format.JSON:
             emit(row, output, "")
     if output is Format.TEXT:
-        for view in (_transfers(done), _lookups(done), _cores(done), _memory(done), _stores(done)):
+        for view in (_transfers(done), _lookups(done), _cores(done), _memory(done), _stores(done), _replicas(done)):
             if view is not None:
                 emit(None, output, view)
 
@@ -220,6 +237,11 @@ def _stores(rows: Sequence[Row]) -> RenderableType | None:
         )
     ]
     return table(("store", "#measured", "#target"), cells) if cells else None
+
+
+def _replicas(rows: Sequence[Row]) -> RenderableType | None:
+    cells = [(f"{row.copies}", f"{row.clients}", f"{row.gb_per_s:.2f}") for row in rows if isinstance(row, ReplicaRow)]
+    return table(("#copies of a hot prefix", "#clients", "#GB/s over tcp"), cells) if cells else None
 
 
 def _target(value: float | None, relation: str) -> str:

@@ -72,7 +72,7 @@ class Nodes:
         try:
             node, _ = self.find(number, topology)
         except UnavailableError:
-            return (True, True, 0, 0.0)
+            return True, True, 0, 1.0
         fails = self._avoided_until_s.get(node.incarnation, 0.0) > time.monotonic()
         tie = random.random()  # noqa: S311 - spreads load, keeps no secret
         return fails, not self._is_local(node), self._reading_bytes[node.incarnation], tie

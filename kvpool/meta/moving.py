@@ -3,6 +3,7 @@
 import threading
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 from kvpool.core.clock import Clock
 from kvpool.core.directory import Directory, Drain
@@ -12,7 +13,8 @@ from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
 
 ORDERS_PER_TICK = 32
-"""Copies of hot blocks ordered in one tick."""
+RUNS_PER_TICK = 64
+"""Copies of hot blocks ordered in one tick, and runs of them looked at."""
 
 PASSES_MAX = 3
 """Times that a drain looks through what is left: some copies fail, and blocks in flight arrive meanwhile."""
@@ -165,7 +167,8 @@ class Mover:
                 return
             demand = self._directory.demand()
         orders_left = ORDERS_PER_TICK
-        for run in demand.hot_runs(settings.replica_read_rate, settings.replicas_max):
+        runs = demand.hot_runs(settings.replica_read_rate, settings.replicas_max)
+        for run in islice(runs, RUNS_PER_TICK):
             while orders_left:
                 with self._changed:
                     blocks = self._directory.replicate(run, settings.reservation_ttl_s)

@@ -216,12 +216,12 @@ class MetaService:
         return [block for block, want in zip(blocks, wanted, strict=True) if not want]
 
     def ready(self, member: Member) -> None:
-        """The node's inventory is complete: blocks may be placed on it."""
+        """The node's inventory is complete: blocks may be placed on it, unless it said meanwhile that it drains."""
         with self._lock:
             self._check_session(member)
             for segment in member.segments:
-                self._directory.set_accepting(segment.segment_id, accepting=True)
-            self._members.set_state(member, MemberState.READY)
+                self._directory.set_accepting(segment.segment_id, accepting=not member.drains)
+            self._members.set_state(member, MemberState.DRAINING if member.drains else MemberState.READY)
         log.info("node_ready", node=member.node_id)
 
     def draining(self, member: Member) -> None:

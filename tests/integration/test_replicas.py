@@ -31,6 +31,13 @@ def held_blocks(client: kvpool.Client) -> dict[str, int]:
     return {node.node_id: node.blocks for node in client.status().nodes if node.state != "lost"}
 
 
+def states(client: kvpool.Client) -> dict[str, str]:
+    try:
+        return {node.node_id: node.state for node in client.status().nodes}
+    except kvpool.UnavailableError:
+        return {}
+
+
 def make_hot(keyspace: kvpool.Keyspace, chain: list[bytes], copies: int) -> None:
     """Read the chain until another node has a copy of all of it."""
     loaded = blank(len(chain))
@@ -118,11 +125,11 @@ def test_a_drain_can_be_cancelled_and_taken_up_again(start_pool, rng):
     keyspace.store(random_chain(16), random_blocks(rng, 16))
 
     assert kvpool_drain(pool, "n0", "--stay").returncode == 0
-    assert {node.node_id: node.state for node in client.status().nodes} == {"n0": "draining", "n1": "ready"}
+    assert states(client) == {"n0": "draining", "n1": "ready"}
     cancelled = kvpool_drain(pool, "n0", "--cancel")
 
     assert json.loads(cancelled.stdout)["state"] == "cancelled"
-    assert {node.state for node in client.status().nodes} == {"ready"}
+    assert states(client) == {"n0": "ready", "n1": "ready"}
     assert kvpool_drain(pool, "n0", "--cancel").returncode == 2, "there is nothing to cancel"
     while not held_blocks(client)["n0"]:
         keyspace.store(random_chain(16), random_blocks(rng, 16))
@@ -205,3 +212,18 @@ def test_copies_go_first_when_the_pool_fills(hot_pool, rng):
     assert (counters["reclaimed_copies"], counters["evicted_blocks"], counters["surplus_blocks"]) == (8, 0, 0)
     assert keyspace.match(chain).blocks == 8
     assert keyspace.match(others).blocks == room
+
+
+def test_a_node_goes_on_draining_when_the_metadata_service_restarts(start_pool, rng):
+    pool = start_pool(nodes=2)
+    client = pool.connect()
+    keyspace = open_blocks(client)
+    keyspace.store(random_chain(8), random_blocks(rng, 8))
+    assert kvpool_drain(pool, "n0", "--stay").returncode == 0
+
+    pool.kill(pool.meta)
+    pool.start_meta()
+
+    eventually(lambda: states(client) == {"n0": "draining", "n1": "ready"})
+    assert kvpool_drain(pool, "n0").returncode == 0, "and can be drained to the end"
+    assert pool.nodes["n0"].wait() == 0

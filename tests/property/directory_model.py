@@ -239,7 +239,7 @@ class DirectoryModel:
     def check_matched(self, blocks: int, expected: int, lease_s: float, leased_bytes: int) -> None:
         """A match is the naive answer, unless the lease cap shortened it in a nearly full pool."""
         stats = self.directory.stats()
-        if lease_s and stats.used_bytes > self.config.pressure * stats.capacity_bytes:
+        if lease_s and stats.used_bytes - stats.surplus_bytes > self.config.pressure * stats.capacity_bytes:
             assert blocks <= expected
             assert stats.leased_bytes <= max(leased_bytes, self.config.lease_cap * stats.capacity_bytes)
         else:

@@ -451,3 +451,12 @@ def test_a_drain_of_shards_moves_each():
 
     assert pool.visible(chain(1, 2), SHARDED) == [True, True]
     assert pool.visible(chain(5, 6), pool.namespaces[1]) == [True, True]
+
+
+def test_copies_make_no_pool_full():
+    """They give way to whatever comes, so matches are not shortened for them."""
+    pool = SmallPool(10, 10, config=DirectoryConfig(replica_budget=1.0, lease_cap=0.1, pressure=0.5))
+    hashes = store_with_copy(pool, *range(8))
+
+    assert pool.directory.stats().used_bytes > 0.5 * pool.directory.stats().capacity_bytes
+    assert pool.directory.match(pool.namespace.id, b"".join(hashes), lease_s=5.0).blocks == 8

@@ -299,7 +299,7 @@ class Directory:
             leased_bytes=state.leases.held_bytes,
             orders_pending=sum(len(outbox) for outbox in state.outboxes.values()),
             surplus_blocks=sum(segment.surplus_blocks for segment in state.placements.segments.values()),
-            surplus_bytes=sum(segment.surplus_bytes for segment in state.placements.segments.values()),
+            surplus_bytes=state.placements.surplus_bytes,
             copies=len(state.copies),
             **{name: counts[name] for name in COUNTS},
         )

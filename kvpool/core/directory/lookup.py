@@ -130,7 +130,8 @@ def _within_cap(
 ) -> int:
     """Blocks of a match that may be leased: all while there is room, else what the cap allows."""
     capacity_bytes = state.placements.capacity_bytes
-    if state.placements.used_bytes <= state.config.pressure * capacity_bytes:
+    # Surplus copies give way to whatever comes: they make no pool full.
+    if state.placements.used_bytes - state.placements.surplus_bytes <= state.config.pressure * capacity_bytes:
         return matched
     state.leases.expire(state.now_us())
     spare_bytes = int(state.config.lease_cap * capacity_bytes) - state.leases.held_bytes

@@ -80,7 +80,8 @@ class Placer:
 
     def _make_room(self, slot_bytes: int, near: Segment | None, now_us: int) -> bool:
         """Give up the first thing that may go in the whole pool; False when everything is held."""
-        return self._give_up(self._victim(slot_bytes, near, now_us), self._with_surplus(slot_bytes, near))
+        segment = self._with_surplus(slot_bytes, near) if self._placements.surplus_bytes else None
+        return self._give_up(self._victim(slot_bytes, near, now_us), segment)
 
     def _give_up(self, victim: Candidate | None, segment: Segment | None) -> bool:
         """The victim if it is dormant, else the oldest surplus copy of ``segment``, else the victim after all."""

@@ -62,6 +62,7 @@ class Placements:
         self.segments: dict[int, Segment] = {}
         self.capacity_bytes = 0
         self.used_bytes = 0
+        self.surplus_bytes = 0
         self._blocks = blocks
 
     def add_segment(self, segment: Segment) -> None:
@@ -208,10 +209,12 @@ class Placements:
 
     def check_integrity(self) -> None:
         """Assert that each copy is on the list that it belongs on, and blocks wait where their last copy lies."""
+        assert self.surplus_bytes == sum(segment.surplus_bytes for segment in self.segments.values())
         for segment in self.segments.values():
             placements = list(self.of_segment(segment))
             surplus = [placement for placement in placements if self.is_surplus(placement)]
             assert len(surplus) == segment.surplus_blocks
+            assert bool(surplus) == bool(segment.surplus_bytes)
             assert placements[len(placements) - len(surplus) :] == surplus, "surplus copies have their own list"
             assert segment.last_surplus == (surplus[-1] if surplus else NIL)
             assert all(self.rows.segment[placement] == segment.number for placement in placements)
@@ -266,6 +269,7 @@ class Placements:
         segment.first_surplus = placement
         segment.surplus_blocks += 1
         segment.surplus_bytes += slot_bytes
+        self.surplus_bytes += slot_bytes
         if following == NIL:
             segment.last_surplus = placement
 
@@ -284,5 +288,6 @@ class Placements:
         if is_surplus:
             segment.surplus_blocks -= 1
             segment.surplus_bytes -= slot_bytes
+            self.surplus_bytes -= slot_bytes
             if after == NIL:
                 segment.last_surplus = before
