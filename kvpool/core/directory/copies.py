@@ -6,7 +6,7 @@ stay as they are, visible or not, whatever becomes of it.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -78,9 +78,9 @@ class Copies:
         """The open copy ``number``."""
         return self._open.get(number)
 
-    def of_row(self, row: int) -> list[Copy]:
-        """The open copies of a block."""
-        return self._by_row.get(row, []) if self._by_row else []
+    def of_row(self, row: int) -> Sequence[Copy]:
+        """The open copies of a block, as they are now."""
+        return tuple(self._by_row.get(row, ())) if self._by_row else ()
 
     def count_to(self, segment: Segment) -> int:
         """Open copies to a segment."""

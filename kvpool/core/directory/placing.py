@@ -80,8 +80,11 @@ class Placer:
 
     def _make_room(self, slot_bytes: int, near: Segment | None, now_us: int) -> bool:
         """Give up the first thing that may go in the whole pool; False when everything is held."""
-        segment = self._with_surplus(slot_bytes, near) if self._placements.surplus_bytes else None
-        return self._give_up(self._victim(slot_bytes, near, now_us), segment)
+        victim = self._victim(slot_bytes, near, now_us)
+        if victim is not None and not self._placements.surplus_bytes:  # nearly always
+            self._evict(victim.row)
+            return True
+        return self._give_up(victim, self._with_surplus(slot_bytes, near))
 
     def _give_up(self, victim: Candidate | None, segment: Segment | None) -> bool:
         """The victim if it is dormant, else the oldest surplus copy of ``segment``, else the victim after all."""

@@ -89,7 +89,8 @@ class Placements:
         self._blocks.placement[block] = placement
         self._push(placement, segment, slot_bytes, is_surplus=is_surplus)
         segment.blocks += 1
-        self.promise(segment, slot_bytes)
+        segment.used_bytes += slot_bytes
+        self.used_bytes += slot_bytes
         return placement
 
     def add_run(self, blocks: Rows, shard: int, segment: Segment, slot_bytes: int) -> None:
@@ -128,7 +129,8 @@ class Placements:
         else:
             self._remove_one_of_several(placement, segment, slot_bytes)
         segment.blocks -= 1
-        self.withdraw(segment, slot_bytes)
+        segment.used_bytes -= slot_bytes
+        self.used_bytes -= slot_bytes
         rows.free(placement)
 
     def make_primary(self, placement: int, slot_bytes: int) -> None:

@@ -183,7 +183,7 @@ class DirectoryState:
         if reason != MissReason.COLD:  # it found no room: why it left before still holds
             self.tombstones.bury(blocks.namespace[row], blocks.hash[row], reason, self.now_us())
         self.reservations.release(row)
-        for copy in list(self.copies.of_row(row)):
+        for copy in self.copies.of_row(row):
             self.give_up(copy, [blocks.hash[row]])
         self.chains.remove(row)
 
