@@ -8,7 +8,7 @@ import typer
 
 from kvpool.cli import ConfigOption
 from kvpool.cli.output import Format, FormatOption, emit
-from kvpool.core.errors import KvpoolError, UsageError
+from kvpool.core.errors import KvpoolError
 from kvpool.core.units import format_size, parse_duration
 from kvpool.ops.logging import configure
 from kvpool.ops.sources import load_settings
@@ -29,7 +29,9 @@ def drain(
     node: Annotated[str, typer.Argument(metavar="NODE", help="The node's id, as `kvpool status` shows it.")],
     *,
     pool: Annotated[str | None, typer.Option("--pool", help="The pool's metadata service.")] = None,
-    timeout: Annotated[str, typer.Option("--timeout", help="Time for copying; the rest stays behind.")] = "5m",
+    timeout: Annotated[
+        str, typer.Option("--timeout", help="Time for copying, at most 24h; the rest stays behind.")
+    ] = "5m",
     stay: Annotated[bool, typer.Option("--stay", help="Keep the node in the pool, without new blocks.")] = False,
     cancel: Annotated[bool, typer.Option("--cancel", help="End a drain: place blocks on the node again.")] = False,
     config: ConfigOption = None,
@@ -44,10 +46,7 @@ def drain(
 
     settings = load_settings(config, {"client.pool": pool})
     configure(settings.log)
-    try:
-        timeout_s = parse_duration(timeout)
-    except ValueError as error:
-        raise UsageError(f"--timeout {timeout}: {error}") from error
+    timeout_s = parse_duration(timeout)
     with connect(settings.client.pool, timeout_s=settings.client.timeout_s) as client:
         if cancel:
             cancelled = client.cancel_drain(node)

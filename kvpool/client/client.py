@@ -13,7 +13,7 @@ from kvpool.client.meta import MetaClient
 from kvpool.client.nodes import Nodes
 from kvpool.client.results import ClientStats, DrainStatus, NodeStatus, PoolStatus, SegmentStatus
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
-from kvpool.core.limits import DEADLINE_S_MAX, STREAMS_MAX
+from kvpool.core.limits import DEADLINE_S_MAX, DRAIN_S_MAX, STREAMS_MAX
 from kvpool.core.namespace import Namespace
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.streams import Streams
@@ -100,7 +100,8 @@ class Client:
             UsageError: No live node has this name.
             UnavailableError: The service cannot be reached.
         """
-        check_timeout(drain_timeout_s)
+        if not isinstance(drain_timeout_s, int | float) or not 0 < drain_timeout_s <= DRAIN_S_MAX:
+            raise UsageError(f"drain_timeout_s is {drain_timeout_s!r}; it must be above 0 and at most {DRAIN_S_MAX:g}")
         return _drain_status(self._meta.drain(node_id, drain_timeout_s, self._deadline(timeout_s), stay=stay))
 
     def drain_status(self, node_id: str, timeout_s: float | None = None) -> DrainStatus:

@@ -141,9 +141,12 @@ def test_draining_a_node_that_is_not_there_names_those_that_are(start_pool):
     pool = start_pool(nodes=1)
 
     refused = kvpool_drain(pool, "n7")
+    impossible = kvpool_drain(pool, "n0", "--timeout", "48h")
 
-    assert refused.returncode == 2
+    assert (refused.returncode, impossible.returncode) == (2, 2)
     assert "no node 'n7' is ready; the pool has n0" in refused.stderr
+    assert "it must be above 0 and at most 86400" in impossible.stderr
+    assert states(pool.connect()) == {"n0": "ready"}
 
 
 def test_a_node_that_dies_while_it_drains_is_reported(start_pool, rng):

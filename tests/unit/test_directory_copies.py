@@ -1,75 +1,19 @@
 """Copies of blocks on several nodes: how they come about, what they are worth, and in which order they go."""
 
 import pytest
-from fake_node import SHARDED, SmallPool, chain, make_namespace
+from fake_node import SHARDED, SmallPool, chain
+from small_copies import GENEROUS, TTL_S, places, replicate, rows, store_on_first, store_with_copy
 
-from kvpool.core.directory import CommitStatus, DirectoryConfig, Drain, HotRun, MissReason, Want
+from kvpool.core.directory import CommitStatus, DirectoryConfig, HotRun, MissReason, Want
 from kvpool.core.directory.copying import COPIES_OPEN_MAX, COPY_BLOCKS_MAX
 from kvpool.core.limits import PAGE_BYTES
 
 COMMITTED, STALE = CommitStatus.COMMITTED, CommitStatus.STALE
-TTL_S = 30.0
-GENEROUS = DirectoryConfig(age_slack=0.0, replica_budget=1.0, replicas_max=3)
 
 
 @pytest.fixture
 def pool():
     return SmallPool(10, 10, config=GENEROUS)
-
-
-def rows(pool, hashes, namespace=0):
-    return tuple(pool.directory._state.chains.indexes[namespace][h] for h in hashes)
-
-
-def replicate(pool, hashes, copies=2):
-    """Order one copy; the blocks that it is of."""
-    return pool.directory.replicate(HotRun(rows(pool, hashes), copies), TTL_S)
-
-
-def store_on_first(pool, *tokens):
-    """Store a chain on the first segment alone."""
-    for segment in pool.segments[1:]:
-        pool.directory.set_accepting(segment.segment_id, accepting=False)
-    pool.store(chain(*tokens))
-    for segment in pool.segments[1:]:
-        pool.directory.set_accepting(segment.segment_id, accepting=True)
-    return chain(*tokens)
-
-
-def store_with_copy(pool, *tokens):
-    """Store a chain on the first segment, with a copy of it elsewhere."""
-    hashes = store_on_first(pool, *tokens)
-    assert replicate(pool, hashes) == len(hashes)
-    [copy] = pool.copies()
-    assert pool.fetch(copy) == [COMMITTED] * len(hashes)
-    pool.directory.check_integrity()
-    return hashes
-
-
-def places(pool, hashes):
-    """Numbers of the segments that hold each block."""
-    found = pool.directory.locate(pool.namespace.id, b"".join(hashes))
-    held = [set() for _ in hashes]
-    for block, segment in zip(found.block, found.segment, strict=True):
-        held[block].add(segment)
-    return held
-
-
-def drain(pool, node_id, passes=1):
-    """Copy what can be copied off a node; the drain."""
-    for segment in pool.segments:
-        if segment.node_id == node_id:
-            pool.directory.set_accepting(segment.segment_id, accepting=False)
-    job = Drain(node_id)
-    for _ in range(passes):
-        job.begin(pool.directory.survey(node_id).in_order())
-        while not pool.directory.is_idle(job):
-            while pool.directory.advance(job, TTL_S):
-                pass
-            for copy in pool.copies():
-                pool.fetch(copy)
-            pool.directory.check_integrity()
-    return job
 
 
 # A copy on its way
@@ -359,98 +303,6 @@ def test_a_node_has_few_copies_to_make_at_a_time():
         pass
 
     assert [len(copy.hashes) for copy in pool.copies()] == [COPY_BLOCKS_MAX] * COPIES_OPEN_MAX
-
-
-# Drains
-
-
-def test_a_drained_node_can_go_without_loss():
-    pool = SmallPool(10, 10, 10)
-    chains = [chain(token, token + 1, token + 2) for token in range(0, 30, 10)]
-    for hashes in chains:
-        pool.store(hashes)
-    leaving = pool.segments[0]
-    assert leaving.held
-
-    drain(pool, leaving.node_id)
-    pool.directory.lose_segment(leaving.segment_id)
-
-    assert all(all(pool.visible(hashes)) for hashes in chains)
-    assert pool.directory.stats().surplus_blocks == 0
-
-
-def test_what_a_drain_copied_is_no_surplus():
-    """Else it would be the first to go, and lost when its node leaves."""
-    pool = SmallPool(4, 4)
-    store_on_first(pool, 1, 2)
-    leaving = pool.slot_of(chain(1)[0])[0]
-
-    drain(pool, leaving.node_id)
-
-    staying = next(s for s in pool.directory.segments() if s.node_id != leaving.node_id)
-    assert (staying.blocks, staying.surplus_blocks) == (2, 0)
-    assert pool.directory.segment(leaving.number).surplus_blocks == 2
-
-
-def test_a_copy_that_there_was_before_stays_when_its_first_holder_drains(pool):
-    hashes = store_with_copy(pool, 1, 2)
-    home = pool.directory._state.blocks.home_segment[rows(pool, hashes)[0]]
-    leaving = next(segment for segment in pool.segments if segment.number == home)
-
-    drain(pool, leaving.node_id)
-
-    assert pool.copies() == []
-    staying = next(s for s in pool.directory.segments() if s.number != home)
-    assert staying.surplus_blocks == 0
-
-
-def test_a_drain_copies_what_was_used_last_and_never_without_what_is_above_it():
-    pool = SmallPool(10)
-    for first in (10, 20, 30):
-        pool.clock.advance(1.0)
-        pool.store(chain(first, first + 1))
-    pool.clock.advance(1.0)
-    pool.directory.match(pool.namespace.id, b"".join(chain(10, 11)))
-    pool.segments.append(type(pool.segments[0])(b"n" * 16, "node-9", 3 * PAGE_BYTES))
-    pool.join(pool.segments[-1])
-
-    job = drain(pool, "node-0")
-
-    assert not job.has_room
-    copied = {slot.hash for slot in pool.segments[-1].held.values()}
-    assert copied == {*chain(10, 11), chain(30)[0]}
-
-
-def test_a_drain_goes_on_after_a_copy_that_failed():
-    pool = SmallPool(10, 10)
-    store_on_first(pool, 1, 2)
-    leaving = pool.segments[0]
-    pool.directory.set_accepting(leaving.segment_id, accepting=False)
-    job = Drain(leaving.node_id)
-    job.begin(pool.directory.survey(leaving.node_id).in_order())
-    while pool.directory.advance(job, TTL_S):
-        pass
-    [copy] = pool.copies()
-    pool.directory.abort(copy.number)
-    assert pool.directory.is_idle(job)
-
-    drain(pool, leaving.node_id)
-    pool.directory.lose_segment(leaving.segment_id)
-
-    assert pool.visible(chain(1, 2)) == [True, True]
-
-
-def test_a_drain_of_shards_moves_each():
-    pool = SmallPool(10, 10, 10, namespaces=(SHARDED, make_namespace()))
-    pool.store(chain(1, 2), SHARDED)
-    pool.store(chain(5, 6), pool.namespaces[1])
-    leaving = pool.slot_of(chain(1)[0], 0)[0]
-
-    drain(pool, leaving.node_id)
-    pool.directory.lose_segment(leaving.segment_id)
-
-    assert pool.visible(chain(1, 2), SHARDED) == [True, True]
-    assert pool.visible(chain(5, 6), pool.namespaces[1]) == [True, True]
 
 
 def test_copies_make_no_pool_full():
