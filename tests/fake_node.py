@@ -5,10 +5,13 @@ from dataclasses import dataclass, field
 from kvpool.core.directory import (
     AnnouncedBlock,
     CommitStatus,
+    Copy,
     Directory,
     DirectoryConfig,
+    FetchBlocks,
     FreeSlot,
     Inventory,
+    Order,
     ReserveResult,
 )
 from kvpool.core.keys import NO_PARENT, chain_hashes
@@ -76,10 +79,10 @@ class FakeSegment:
             del self.held[slot]
         return holds
 
-    def apply(self, orders: list[FreeSlot]) -> None:
+    def apply(self, orders: list[Order]) -> None:
         """Free what the directory ordered."""
         for order in orders:
-            if order.segment_id == self.segment_id:
+            if isinstance(order, FreeSlot) and order.segment_id == self.segment_id:
                 self.free(order.slot, order.generation)
 
 
@@ -194,6 +197,25 @@ class SmallPool:
         lost = self.directory.lose_segment(segment_id)
         assert self.directory.drop_lost() == 0
         return lost
+
+    def copies(self) -> list[Copy]:
+        """The open copies that nodes were ordered to fetch."""
+        orders = [order for s in self.segments for order in self.directory.orders(s.node_id)]
+        numbers = [order.copy for order in orders if isinstance(order, FetchBlocks)]
+        return [copy for number in numbers if (copy := self.directory.copy(number)) is not None]
+
+    def fetch(self, copy: Copy) -> list[CommitStatus]:
+        """The destination's node fetches what is left of a copy."""
+        segment = next(segment for segment in self.segments if segment.number == copy.destination.number)
+        segment.apply(self.directory.orders(segment.node_id))
+        namespace = self.namespaces[copy.namespace]
+        named = [(h, p) for h, p in zip(copy.hashes, copy.parents, strict=True) if h in copy.rows]
+        slots = [segment.store(namespace, h, p, copy.shard) for h, p in named]
+        statuses = self.directory.commit(copy.number, segment.segment_id, [slot.written for slot in slots])
+        for slot, status in zip(slots, statuses, strict=True):
+            if status == CommitStatus.STALE:
+                segment.free(slot.slot, slot.generation)
+        return statuses
 
     def obey(self) -> None:
         """All nodes apply and acknowledge all their orders."""

@@ -4,7 +4,10 @@ Through the framed protocol against a metadata service in a process of its own, 
 asked for as an engine does; and the directory alone, in this process.
 """
 
+import ctypes
 import gc
+import hashlib
+import itertools
 import os
 import resource
 import time
@@ -17,7 +20,7 @@ import numpy as np
 
 import kvpool
 from kvpool.bench.measure import at_least, child, heard, percentile, pool_processes, rounded, say, settle
-from kvpool.core.directory import Directory, Match
+from kvpool.core.directory import AnnouncedBlock, Directory, Inventory, Match
 from kvpool.core.errors import KvpoolError, UsageError
 from kvpool.core.keys import split_hashes
 from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX, PAGE_BYTES, RESERVE_BLOCKS_MAX, SEGMENT_ID_BYTES
@@ -27,6 +30,7 @@ TARGETS_MS = {1: 0.06, 64: 0.07, 512: 0.13, 4_096: 0.35}
 """Most p50 milliseconds that the design asks for, on the machine of its own measurements."""
 
 TARGET_BYTES_PER_BLOCK = 320
+TARGET_BYTES_PER_COPY = 40
 VIAS = ("unix", "tcp")
 LEASE_S = 5.0
 HEADROOM = 1.5
@@ -34,6 +38,7 @@ HEADROOM = 1.5
 
 MEMORY_CHAIN_BLOCKS = 256
 _SEGMENT = bytes(SEGMENT_ID_BYTES)
+_OTHER_SEGMENT = b"\1" * SEGMENT_ID_BYTES
 _NAMESPACE = kvpool.Namespace(model="kvpool-bench", block_tokens=16, block_bytes=PAGE_BYTES)
 
 
@@ -55,10 +60,11 @@ class LookupCoreRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench"
 
 
 class DirectoryMemoryRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="directory_memory"):
-    """Growth of resident memory while a directory took ``blocks`` blocks of one shard."""
+    """Growth of resident memory while a directory took ``blocks`` blocks of one shard, then a second copy of each."""
 
     blocks: int
     bytes_per_block: float
+    bytes_per_copy: float
 
 
 def measure_lookup(sizes: Sequence[int], samples: int) -> Iterator[LookupRow]:
@@ -87,19 +93,27 @@ def measure_directory_memory(blocks: int) -> DirectoryMemoryRow:
     """Fill a directory in a fresh process and see how much that process grows."""
     blocks = at_least("memory blocks", blocks, MEMORY_CHAIN_BLOCKS) // MEMORY_CHAIN_BLOCKS * MEMORY_CHAIN_BLOCKS
     with child(report_growth, blocks) as filler:
-        return DirectoryMemoryRow(blocks=blocks, bytes_per_block=rounded(int(heard(filler)) / blocks))
+        blocks_bytes, copies_bytes = map(int, heard(filler).split())
+        return DirectoryMemoryRow(
+            blocks=blocks,
+            bytes_per_block=rounded(blocks_bytes / blocks),
+            bytes_per_copy=rounded(copies_bytes / blocks),
+        )
 
 
 def report_growth(blocks: int) -> None:
-    """In a child: fill a directory with chains and say by how many bytes the process grew."""
+    """In a child: fill a directory with chains, then copies, and say by how many bytes the process grew for each."""
     directory = _directory(blocks)
-    _fill(directory, os.urandom(MEMORY_CHAIN_BLOCKS * HASH_BYTES), 0)  # what the first use brings is no entry's
-    gc.collect()
-    before_bytes = _resident_bytes()
-    for slot in range(MEMORY_CHAIN_BLOCKS, MEMORY_CHAIN_BLOCKS + blocks, MEMORY_CHAIN_BLOCKS):
-        _fill(directory, os.urandom(MEMORY_CHAIN_BLOCKS * HASH_BYTES), slot)
-    gc.collect()
-    say(_resident_bytes() - before_bytes)
+    _fill(directory, _numbered_chain(0), 0)  # what the first use brings is no entry's
+    directory.add_segment(_OTHER_SEGMENT, "other", int((blocks + MEMORY_CHAIN_BLOCKS) * PAGE_BYTES * HEADROOM))
+    directory.set_accepting(_OTHER_SEGMENT, accepting=False)  # nothing is placed there; copies are announced
+    _copy(directory, _numbered_chain(0), 0)
+    sizes_bytes = [_resident_bytes()]
+    for put in (_fill, _copy):
+        for slot in range(MEMORY_CHAIN_BLOCKS, MEMORY_CHAIN_BLOCKS + blocks, MEMORY_CHAIN_BLOCKS):
+            put(directory, _numbered_chain(slot), slot)
+        sizes_bytes.append(_resident_bytes())
+    say(" ".join(str(after - before) for before, after in itertools.pairwise(sizes_bytes)))
 
 
 def _measure_via(via: str, sizes: Sequence[int], samples: int) -> Iterator[LookupRow]:
@@ -175,5 +189,25 @@ def _fill(directory: Directory, chain: bytes, first_slot: int) -> None:
         directory.commit(reserved.reservation, _SEGMENT, written)
 
 
+def _numbered_chain(number: int) -> bytes:
+    """The same hashes each time, so that nobody need keep them."""
+    return hashlib.shake_256(number.to_bytes(8, "little")).digest(MEMORY_CHAIN_BLOCKS * HASH_BYTES)
+
+
+def _copy(directory: Directory, chain: bytes, first_slot: int) -> None:
+    """Another node has a copy of each block of the chain."""
+    hashes = split_hashes(chain)
+    parents = [b"", *hashes]
+    announced = [
+        AnnouncedBlock(block_hash, parents[i], 0, first_slot + i, i + 1, i) for i, block_hash in enumerate(hashes)
+    ]
+    directory.announce(_OTHER_SEGMENT, _NAMESPACE.id, Inventory.of(announced))
+
+
 def _resident_bytes() -> int:
+    """Memory of this process, without garbage, nor the holes that columns leave in the heap when they grow and move."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

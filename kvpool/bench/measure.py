@@ -52,11 +52,14 @@ class PoolProcesses:
 
 
 @contextlib.contextmanager
-def pool_processes(node_bytes: int | None, *, meta_unix: bool = False, **meta: object) -> Iterator[PoolProcesses]:
-    """A metadata service and, unless ``node_bytes`` is None, a store node; nothing of them is left behind.
+def pool_processes(
+    node_bytes: int | None, *, nodes: int = 1, meta_unix: bool = False, **meta: object
+) -> Iterator[PoolProcesses]:
+    """A metadata service and, unless ``node_bytes`` is None, store nodes; nothing of them is left behind.
 
     Args:
-        node_bytes: Memory of the node.
+        node_bytes: Memory of each node.
+        nodes: How many.
         meta_unix: Whether the service offers its Unix socket, which clients on this host then prefer.
         meta: Further settings of the service.
     """
@@ -68,17 +71,17 @@ def pool_processes(node_bytes: int | None, *, meta_unix: bool = False, **meta: o
         service = stack.enter_context(RoleProcess("meta", _flags({**options, **meta}), folder / "meta.log"))
         ready = service.ready()
         pids = [service.pid]
-        if node_bytes is not None:
+        for i in range(nodes if node_bytes is not None else 0):
             options = {
-                "node_id": "bench",
+                "node_id": f"bench-{i}",
                 "meta": ready["uri"],
                 "size": node_bytes,
                 "segment_dir": stack.enter_context(segment_folder()),
-                "unix_socket": folder / "node.sock",
+                "unix_socket": folder / f"node-{i}.sock",
                 "data_port": 0,
                 "grpc_port": 0,
             }
-            node = stack.enter_context(RoleProcess("node", _flags(options), folder / "node.log"))
+            node = stack.enter_context(RoleProcess("node", _flags(options), folder / f"node-{i}.log"))
             node.ready()
             pids.append(node.pid)
         yield PoolProcesses(ready["uri"], ready["framed"], f"unix://{ready.get('unix', '')}", tuple(pids))

@@ -85,6 +85,10 @@ class RoleProcess:
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise self._failure(f"said {line[:200]!r} instead of that it is ready") from None
 
+    def wait(self, timeout_s: float = STOP_S) -> int:
+        """The status of a role that ends by itself; raises TimeoutExpired."""
+        return self._process.wait(timeout_s)
+
     def stop(self) -> None:
         """Ask the role to end, wait, and kill it if it does not; safe to call again."""
         self._process.terminate()

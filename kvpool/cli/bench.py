@@ -12,11 +12,13 @@ from rich.console import Group, RenderableType
 from kvpool.bench import lookup as lookups
 from kvpool.bench import loss as losses
 from kvpool.bench import recovery as recoveries
+from kvpool.bench import replicas as replication
 from kvpool.bench import store as stores
 from kvpool.bench import transfer as transfers
 from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
 from kvpool.bench.loss import LossRow
 from kvpool.bench.recovery import RecoveryRow
+from kvpool.bench.replicas import ReplicaRow, ReplicaSettings
 from kvpool.bench.store import StoreRow, StoreSettings
 from kvpool.bench.trace import read_trace
 from kvpool.bench.transfer import TransferRow, TransferSettings
@@ -33,7 +35,17 @@ from kvpool.core.units import format_size, parse_size
 from kvpool.ops.logging import configure
 from kvpool.ops.settings import LogSettings
 
-Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow | RecoveryRow | LossRow | VllmRows
+Row = (
+    TransferRow
+    | LookupRow
+    | LookupCoreRow
+    | DirectoryMemoryRow
+    | StoreRow
+    | RecoveryRow
+    | LossRow
+    | ReplicaRow
+    | VllmRows
+)
 
 MEMORY_BLOCKS = 1_000_000
 RECOVERY_BLOCKS = 1_000_000
@@ -161,6 +173,20 @@ def vllm(
     _show(measure_vllm(settings, lambda text: typer.echo(f"{text} ...", err=True)), output)
 
 
+@bench.command()
+def replicas(
+    *,
+    clients: Annotated[int, typer.Option(help="Processes that read.")] = 2,
+    blocks: Annotated[int, typer.Option(help="Blocks of the prefix.")] = 32,
+    block_bytes: Annotated[str, typer.Option(help="Size of a block.")] = "1MiB",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time of each measurement.")] = 5.0,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    """Read one hot prefix over tcp, with one copy of it and with two."""
+    settings = ReplicaSettings(clients=clients, blocks=blocks, block_bytes=parse_size(block_bytes), seconds=seconds)
+    _show(replication.measure_replicas(settings), output)
+
+
 @bench.command(name="all")
 def all_(*, output: FormatOption = Format.TEXT) -> None:
     """Run every benchmark but vllm, which needs more than kvpool, with its defaults; takes a few minutes."""
@@ -170,6 +196,7 @@ def all_(*, output: FormatOption = Format.TEXT) -> None:
         _lookup_rows(lookups.SIZES, 1_000, MEMORY_BLOCKS),
         _store_rows(StoreSettings()),
         _recovery_rows(RECOVERY_BLOCKS, [agent_workload(AgentSettings())]),
+        replication.measure_replicas(ReplicaSettings()),
     ):
         _show(rows, output)
 
@@ -211,6 +238,7 @@ def _show(rows: Iterable[Row], output: Format) -> None:
             _stores(done),
             _recoveries(done),
             _losses(done),
+            _replicas(done),
             *vllm_views(done),
         ):
             if view is not None:
@@ -267,11 +295,18 @@ def _cores(rows: Sequence[Row]) -> RenderableType | None:
 
 def _memory(rows: Sequence[Row]) -> RenderableType | None:
     cells = [
-        (f"{row.blocks:,}", f"{row.bytes_per_block:.0f}", target(lookups.TARGET_BYTES_PER_BLOCK, "<="))
+        (
+            f"{row.blocks:,}",
+            f"{row.bytes_per_block:.0f}",
+            target(lookups.TARGET_BYTES_PER_BLOCK, "<="),
+            f"{row.bytes_per_copy:.0f}",
+            target(lookups.TARGET_BYTES_PER_COPY, "<="),
+        )
         for row in rows
         if isinstance(row, DirectoryMemoryRow)
     ]
-    return table(("#directory of blocks", "#bytes a block", "#target"), cells) if cells else None
+    columns = ("#directory of blocks", "#bytes a block", "#target", "#bytes a further copy", "#target")
+    return table(columns, cells) if cells else None
 
 
 def _stores(rows: Sequence[Row]) -> RenderableType | None:
@@ -327,6 +362,11 @@ def _losses(rows: Sequence[Row]) -> RenderableType | None:
         f"Left: hits in the next {losses.WINDOW:.0%} of the requests, and in as many after them, part of those without "
         "the loss.",
     )
+
+
+def _replicas(rows: Sequence[Row]) -> RenderableType | None:
+    cells = [(f"{row.copies}", f"{row.clients}", f"{row.gb_per_s:.2f}") for row in rows if isinstance(row, ReplicaRow)]
+    return table(("#copies of a hot prefix", "#clients", "#GB/s over tcp"), cells) if cells else None
 
 
 def _words(text: str) -> list[str]:

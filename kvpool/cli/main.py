@@ -21,6 +21,7 @@ _COMMANDS = {
     "up": "Run a whole pool in one process on loopback.",
     "meta": "Run the metadata service.",
     "node": "Run a store node.",
+    "drain": "Copy a node's blocks to other nodes and let it leave.",
     "status": "Show the nodes and namespaces of a pool.",
     "explain": "Say why blocks are not found.",
     "verify": "Let nodes check all the blocks they hold.",

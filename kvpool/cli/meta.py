@@ -27,6 +27,9 @@ from kvpool.ops.version import __version__
     "meta.connections_max",
     "meta.reflection",
     "meta.policy",
+    "meta.replicas_max",
+    "meta.replica_read_rate",
+    "meta.replica_budget",
 )
 def meta(settings: Settings, output: Format) -> None:
     """Run the metadata service until SIGTERM or Ctrl-C."""

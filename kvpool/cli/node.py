@@ -1,6 +1,7 @@
 """`kvpool node`: runs a store node until it is told to stop."""
 
 import os
+import signal
 
 from kvpool.cli import serve, with_settings
 from kvpool.cli.output import Format, emit
@@ -30,12 +31,12 @@ from kvpool.ops.version import __version__
     "node.drain_timeout_s",
 )
 def node(settings: Settings, output: Format) -> None:
-    """Run a store node until SIGTERM (it drains first) or Ctrl-C."""
+    """Run a store node until SIGTERM (it drains first), Ctrl-C, or until `kvpool drain` has emptied it."""
     from kvpool.node import NodeServer  # noqa: PLC0415 - after the settings are known to be good
 
     if settings.node.insecure:
         get_logger(__name__).warning("plaintext_without_authentication", listen=settings.node.listen)
-    server = NodeServer(settings.node)
+    server = NodeServer(settings.node, on_leave=lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def announce() -> None:
         ready = {

@@ -5,6 +5,7 @@ from kvpool.client.client import Client, connect
 from kvpool.client.keyspace import Keyspace
 from kvpool.client.results import (
     ClientStats,
+    DrainStatus,
     LoadResult,
     Match,
     NodeStatus,
@@ -20,6 +21,7 @@ __all__ = [
     "AsyncKeyspace",
     "Client",
     "ClientStats",
+    "DrainStatus",
     "Keyspace",
     "LoadResult",
     "Match",

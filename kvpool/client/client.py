@@ -11,9 +11,9 @@ from kvpool.client.counters import Counters
 from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
 from kvpool.client.nodes import Nodes
-from kvpool.client.results import ClientStats, NodeStatus, PoolStatus, RecoveryStatus, SegmentStatus
+from kvpool.client.results import ClientStats, DrainStatus, NodeStatus, PoolStatus, RecoveryStatus, SegmentStatus
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
-from kvpool.core.limits import DEADLINE_S_MAX, STREAMS_MAX
+from kvpool.core.limits import DEADLINE_S_MAX, DRAIN_S_MAX, STREAMS_MAX
 from kvpool.core.members import Scrub
 from kvpool.core.namespace import Namespace
 from kvpool.transport.deadline import Deadline
@@ -84,6 +84,35 @@ class Client:
             counters=dict(answer.counters),
             recovery=_recovery_status(answer.recovery),
         )
+
+    def drain(
+        self, node_id: str, *, drain_timeout_s: float = 300.0, stay: bool = False, timeout_s: float | None = None
+    ) -> DrainStatus:
+        """Begin to copy a node's blocks to other nodes, the most recently used first; then it leaves the pool.
+
+        Returns at once; `drain_status` says how far it is. Asked again, it goes on with what is under way.
+
+        Args:
+            node_id: The node.
+            drain_timeout_s: Time for copying; what is not copied by then stays behind.
+            stay: Keep the node in the pool, serving what it has.
+            timeout_s: Deadline of the call.
+
+        Raises:
+            UsageError: No live node has this name.
+            UnavailableError: The service cannot be reached.
+        """
+        if not isinstance(drain_timeout_s, int | float) or not 0 < drain_timeout_s <= DRAIN_S_MAX:
+            raise UsageError(f"drain_timeout_s is {drain_timeout_s!r}; it must be above 0 and at most {DRAIN_S_MAX:g}")
+        return _drain_status(self._meta.drain(node_id, drain_timeout_s, self._deadline(timeout_s), stay=stay))
+
+    def drain_status(self, node_id: str, timeout_s: float | None = None) -> DrainStatus:
+        """How far the latest drain of a node has come; raises UsageError when there was none."""
+        return _drain_status(self._meta.drain_status(node_id, self._deadline(timeout_s)))
+
+    def cancel_drain(self, node_id: str, timeout_s: float | None = None) -> DrainStatus:
+        """Place blocks on a draining node again; raises UsageError when it does not drain."""
+        return _drain_status(self._meta.cancel_drain(node_id, self._deadline(timeout_s)))
 
     def stats(self) -> ClientStats:
         """Counts since the client was made."""
@@ -185,3 +214,8 @@ def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:
             progress=node.scrub.progress,
         ),
     )
+
+
+def _drain_status(status: admin_pb2.DrainStatus) -> DrainStatus:
+    left = (status.left_blocks, status.left_bytes)
+    return DrainStatus(status.node_id, status.state, status.blocks, status.bytes, *left, status.reason)

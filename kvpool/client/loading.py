@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 STEP_BLOCKS = 512
 """Blocks located at a time."""
 
+PATIENCE = 0.5
+"""Part of the time left that a read gets while there are other copies to turn to."""
+
 _REASONS = {
     ReadStatus.GONE: MissReason.EVICTED,
     ReadStatus.BAD: MissReason.VERIFY_FAILED,
@@ -122,37 +125,57 @@ class _Load:
         self._reasons: list[MissReason | None] = []
 
     def read(self, reply: LocateReply) -> list[MissReason | None]:
-        """Read each block from its first copy, and what fails from the next one; why each was not loaded, or None."""
+        """Read each block from its best copy, and what fails from the next one; why each was not loaded, or None."""
         copies = _copies(reply)
         self._reasons = [MissReason(reply.reason or MissReason.COLD)] * len(self._destinations)
         if len(copies.block) == reply.count:
-            self._read_each(copies)  # one copy each: the usual case
+            self._read_each(copies, self._deadline)  # one copy each: the usual case
             return self._reasons
         while len(copies.block):
-            _, first_of = np.unique(copies.block, return_index=True)
-            chosen = np.zeros(len(copies.block), np.bool_)
-            chosen[first_of] = True
-            self._read_each(copies.only(chosen))
+            chosen = self._best(copies)
             rest = copies.only(~chosen)
+            try:
+                # A node that does not answer must leave time for another one.
+                deadline = self._deadline.part(PATIENCE) if len(rest.block) else self._deadline
+            except DeadlineError:
+                break  # each block has its reason already
+            self._read_each(copies.only(chosen), deadline)
             copies = rest.only(np.array([self._reasons[b] is not None for b in rest.block.tolist()], np.bool_))
         return self._reasons
 
-    def _read_each(self, copies: _Copies) -> None:
+    def _best(self, copies: _Copies) -> NDArray[np.bool_]:
+        """One copy of each block: the one that is nearest, and there the one whose node has the least to do."""
+        client = self._keyspace._client
+        numbers = np.unique(copies.segment)
+        costs = [client._nodes.cost(number, client._meta.topology) for number in numbers.tolist()]
+        place = np.empty(len(numbers), np.int64)
+        place[sorted(range(len(numbers)), key=costs.__getitem__)] = np.arange(len(numbers))
+        order = np.lexsort((place[np.searchsorted(numbers, copies.segment)], copies.block))
+        _, first_of = np.unique(copies.block[order], return_index=True)
+        chosen = np.zeros(len(copies.block), np.bool_)
+        chosen[order[first_of]] = True
+        return chosen
+
+    def _read_each(self, copies: _Copies, deadline: Deadline) -> None:
         segments = set(copies.segment.tolist())
         for number in segments:
-            self._read_segment(number, copies if len(segments) == 1 else copies.only(copies.segment == number))
+            some = copies if len(segments) == 1 else copies.only(copies.segment == number)
+            self._read_segment(number, some, deadline)
 
-    def _read_segment(self, number: int, copies: _Copies) -> None:
+    def _read_segment(self, number: int, copies: _Copies, deadline: Deadline) -> None:
         client, blocks = self._keyspace._client, copies.block.tolist()
         try:
             node, segment = client._nodes.find(number, client._meta.topology)
-            transport = client._nodes.transport(node, self._deadline)
+            transport = client._nodes.transport(node, deadline)
             batch = self._batch(segment.segment_id, copies, blocks, self._destinations.select(blocks))
-            statuses = transport.read(batch, self._deadline)
+            with client._nodes.reading(node, len(blocks) * batch.block_bytes):
+                statuses = transport.read(batch, deadline)
         except KvpoolError as error:
             for block in blocks:
                 self._reasons[block] = miss_reason(error)
             return
+        if ReadStatus.FAILED in statuses or ReadStatus.LATE in statuses:
+            client._nodes.avoid(node)
         self._take(transport, segment.segment_id, copies, blocks, statuses)
         for i in np.flatnonzero(np.frombuffer(statuses, np.uint8) == ReadStatus.BAD).tolist():
             with suppress(KvpoolError):  # the client is closing

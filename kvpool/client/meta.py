@@ -67,6 +67,19 @@ class MetaClient:
         """Why blocks can or cannot be matched; raises KvpoolError."""
         return self._ask(self._admin.Explain, request, deadline)
 
+    def drain(self, node_id: str, drain_timeout_s: float, deadline: Deadline, *, stay: bool) -> admin_pb2.DrainStatus:
+        """Begin to drain a node, or go on with it; raises UsageError for a node that is not there."""
+        request = admin_pb2.DrainNodeRequest(node_id=node_id, timeout_ms=int(drain_timeout_s * 1000), stay=stay)
+        return self._ask(self._admin.Drain, request, deadline)
+
+    def drain_status(self, node_id: str, deadline: Deadline) -> admin_pb2.DrainStatus:
+        """How far it has come; raises UsageError when the node was not drained."""
+        return self._ask(self._admin.GetDrain, admin_pb2.GetDrainRequest(node_id=node_id), deadline)
+
+    def cancel_drain(self, node_id: str, deadline: Deadline) -> admin_pb2.DrainStatus:
+        """Place blocks on the node again; raises UsageError when it does not drain."""
+        return self._ask(self._admin.CancelDrain, admin_pb2.CancelDrainRequest(node_id=node_id), deadline)
+
     def call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool) -> Reply:
         """A hot call; ``again`` allows one more try on a new connection.
 

@@ -1,21 +1,27 @@
-"""The client's transports: one way to each node, the best that works, opened when first needed."""
+"""The client's transports: one way to each node, opened when first needed; and which of several nodes to read from."""
 
-import logging
+import random
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from operator import methodcaller
+from pathlib import Path
 
 from kvpool.client.breaker import Breaker
 from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
 from kvpool.core.members import MemberState
-from kvpool.transport import SCHEMES, Transport, open_transport, scheme_of
+from kvpool.transport import Transport, open_best, scheme_of
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.wire.messages import NodeInfo, SegmentInfo, Topology
 
-CONNECT_TIMEOUT_S = 1.0
+LOCAL_SCHEMES = frozenset({"inproc", "shm", "unix"})
 
-log = logging.getLogger("kvpool.client")
+AVOIDED_S = 1.0
+"""How long a node that failed a read is the last choice."""
 
 
 class Nodes:
@@ -37,6 +43,9 @@ class Nodes:
         self._breakers: dict[int, Breaker] = {}
         self._segments: dict[int, tuple[NodeInfo, SegmentInfo]] = {}
         self._version = 0
+        self._lock = threading.Lock()
+        self._reading_bytes: Counter[int] = Counter()
+        self._avoided_until_s: dict[int, float] = {}
 
     def find(self, number: int, topology: Topology) -> tuple[NodeInfo, SegmentInfo]:
         """The segment ``number`` and its node; raises UnavailableError when the topology does not know it."""
@@ -55,6 +64,34 @@ class Nodes:
         """
         return self._transports.get(node.incarnation, partial(self._try, node, deadline), deadline)
 
+    def cost(self, number: int, topology: Topology) -> tuple[bool, bool, int, float]:
+        """Orders the segments that a block could be read from, the best first.
+
+        Nodes that failed lately come last, those of this host first, then the one with the fewest bytes under way.
+        """
+        try:
+            node, _ = self.find(number, topology)
+        except UnavailableError:
+            return True, True, 0, 1.0
+        fails = self._avoided_until_s.get(node.incarnation, 0.0) > time.monotonic()
+        tie = random.random()  # noqa: S311 - spreads load, keeps no secret
+        return fails, not self._is_local(node), self._reading_bytes[node.incarnation], tie
+
+    @contextmanager
+    def reading(self, node: NodeInfo, size_bytes: int) -> Iterator[None]:
+        """While bytes are read from ``node``."""
+        with self._lock:
+            self._reading_bytes[node.incarnation] += size_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reading_bytes[node.incarnation] -= size_bytes
+
+    def avoid(self, node: NodeInfo) -> None:
+        """A read from ``node`` failed or was late: others are better for a while."""
+        self._avoided_until_s[node.incarnation] = time.monotonic() + AVOIDED_S
+
     def names(self) -> dict[int, str]:
         """Name of the transport in use, by node incarnation."""
         return {incarnation: transport.name for incarnation, transport in self._transports.items()}
@@ -63,10 +100,21 @@ class Nodes:
         """Close all transports."""
         self._transports.close()
 
+    def _is_local(self, node: NodeInfo) -> bool:
+        """Whether the node is reached, or could be, without a network."""
+        name = self.names().get(node.incarnation)
+        if name is not None:
+            return name in LOCAL_SCHEMES
+        offered = [uri.partition("://") for uri in node.endpoints]
+        usable = LOCAL_SCHEMES.intersection(self._schemes)
+        return any(s in usable and (s == "inproc" or Path(where).exists()) for s, _, where in offered)
+
     def _update(self, topology: Topology) -> None:
         alive = {node.incarnation for node in topology.nodes if node.state != MemberState.LOST}
         self._segments = {s.number: (node, s) for node in topology.nodes for s in node.segments}
         self._version = topology.version
+        for incarnation in [i for i in self._avoided_until_s if i not in alive]:
+            self._avoided_until_s.pop(incarnation, None)
         for incarnation in self.names():
             if incarnation not in alive:
                 self._transports.drop(incarnation)
@@ -76,29 +124,10 @@ class Nodes:
         if not breaker.allows():
             raise UnavailableError(f"node {node.node_id} could not be reached lately")
         try:
-            return self._open(node, deadline)
+            where = (node.node_id, node.endpoints, self._schemes, self._principal, node.incarnation, self._streams)
+            return open_best(*where, deadline)
         except DeadlineError:
             raise  # this caller's time was short: that says nothing of the node
         except KvpoolError:
             breaker.failed()
             raise
-
-    def _open(self, node: NodeInfo, deadline: Deadline) -> Transport:
-        offered = [uri for uri in node.endpoints if uri.partition("://")[0] in SCHEMES]
-        tried: list[str] = []
-        for scheme in self._schemes:
-            for uri in offered:
-                if not uri.startswith(f"{scheme}://"):
-                    continue
-                timeout_s = min(CONNECT_TIMEOUT_S, deadline.left_s())
-                try:
-                    transport = open_transport(uri, self._principal, node.incarnation, self._streams, timeout_s)
-                except KvpoolError as error:
-                    tried.append(f"{uri}: {error}")
-                    continue
-                log.info("node %s is reached over %s (%s)", node.node_id, transport.name, uri)
-                return transport
-        raise UnavailableError(
-            f"node {node.node_id} cannot be reached over {', '.join(self._schemes)}: "
-            f"{'; '.join(tried) or 'it offers ' + ', '.join(offered)}"
-        )

@@ -10,6 +10,7 @@ from kvpool.transport.wire.messages import SegmentGrant
 
 __all__ = [
     "ClientStats",
+    "DrainStatus",
     "LoadResult",
     "Match",
     "NodeStatus",
@@ -183,3 +184,26 @@ class PoolStatus:
     nodes: tuple[NodeStatus, ...]
     counters: dict[str, int]
     recovery: RecoveryStatus
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStatus:
+    """How far the drain of a node has come.
+
+    Attributes:
+        node_id: The node.
+        state: copying, drained (it stays, or is about to leave), left, cancelled, or lost (it died first).
+        blocks: Blocks that only this node held when it began, and ``size_bytes``.
+        size_bytes: Their slots.
+        left_blocks: Those that still have no copy elsewhere, and ``left_bytes``.
+        left_bytes: Their slots.
+        reason: Why some stayed behind: no_room, timeout or failed; empty when none did.
+    """
+
+    node_id: str
+    state: str
+    blocks: int
+    size_bytes: int
+    left_blocks: int
+    left_bytes: int
+    reason: str

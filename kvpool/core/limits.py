@@ -25,6 +25,7 @@ STREAMS_MAX = 64
 """Threads or connections of one transfer."""
 
 SHARDS_MAX = 256
+REPLICAS_MAX = 16
 BLOCK_BYTES_MAX = 1 << 30
 NAMESPACES_MAX = 4_096
 SEGMENTS_MAX = 65_000
@@ -36,6 +37,7 @@ FRAME_PAYLOAD_BYTES_MAX = 1 << 30
 LEASE_S_MAX = 60.0
 RESERVATION_S_MAX = 600.0
 DEADLINE_S_MAX = 600.0
+DRAIN_S_MAX = 86_400.0
 
 PAGE_BYTES = 4_096
 """Slots begin and end on pages, so that they can be mapped, locked and registered alone."""

@@ -59,6 +59,9 @@ class Member:
         state: See `MemberState`.
         numbers: Directory numbers of its segments, in order.
         scrub: As it said last.
+        drains: Whether it is to take no new blocks.
+        leaves: Whether it may end.
+        mode_told: The mode that its node knows of.
     """
 
     node_id: str
@@ -71,6 +74,14 @@ class Member:
     state: MemberState = MemberState.JOINING
     numbers: list[int] = field(default_factory=list)
     scrub: Scrub = field(default_factory=Scrub)
+    drains: bool = False
+    leaves: bool = False
+    mode_told: tuple[bool, bool] = (False, False)
+
+    @property
+    def mode(self) -> tuple[bool, bool]:
+        """(drains, leaves): what the pool wants of the node."""
+        return self.drains, self.leaves
 
 
 class Members:
@@ -115,6 +126,13 @@ class Members:
         """Move the member to ``state``."""
         if member.state != state:
             member.state = state
+            self.version += 1
+
+    def forget(self, member: Member) -> None:
+        """The member left for good: it is no longer a node of the pool."""
+        if self._by_id.get(member.node_id) is member:
+            member.state = MemberState.LOST
+            del self._by_id[member.node_id]
             self.version += 1
 
     def heard(self, member: Member) -> None:

@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Iterator
+from itertools import groupby
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.core.directory import FreeSlot, Inventory
+from kvpool.core.directory import FetchBlocks, FreeSlot, Inventory, Order
 from kvpool.core.errors import KvpoolError, ProtocolError, UnavailableError
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import (
@@ -117,9 +118,24 @@ class _Stream:
                 yield membership_pb2.ToNode(ready=membership_pb2.Ready())
             pause_s = self._service.settings.heartbeat_s if ready_told else INVENTORY_POLL_S
             orders = self._service.wait_for_orders(self._member, self._sent, pause_s)
-            if orders:
-                self._sent = orders[-1].number
-                yield _free_slots(orders)
+            yield from self._in_order(orders)
+            if self._member.mode != self._member.mode_told:
+                self._member.mode_told = draining, leave = self._member.mode
+                yield membership_pb2.ToNode(mode=membership_pb2.NodeMode(draining=draining, leave=leave))
+
+    def _in_order(self, orders: list[Order]) -> Iterator[membership_pb2.ToNode]:
+        """Orders as messages: what is to be freed before something is fetched comes before it."""
+        for is_free, some in groupby(orders, key=lambda order: isinstance(order, FreeSlot)):
+            if is_free:
+                yield _free_slots([order for order in some if isinstance(order, FreeSlot)])
+                continue
+            for order in some:
+                fetch = self._service.fetch(self._member, order.copy) if isinstance(order, FetchBlocks) else None
+                if fetch is not None:
+                    fetch.number = order.number
+                    yield membership_pb2.ToNode(fetch_blocks=fetch)
+        if orders:
+            self._sent = orders[-1].number
 
     def read(self, requests: Iterator[membership_pb2.FromNode]) -> None:
         """Take in what the node sends, until it stops or the session is over."""

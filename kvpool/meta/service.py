@@ -4,7 +4,6 @@ Every front door (gRPC servicers, framed sessions) calls these methods; nothing 
 """
 
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,37 +11,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.clock import Clock
-from kvpool.core.directory import (
-    LEASE_MARGIN_S,
-    CommitStatus,
-    Directory,
-    DirectoryConfig,
-    FreeSlot,
-    Inventory,
-    Location,
-    Match,
-    MissReason,
-)
+from kvpool.core.directory import CommitStatus, Directory, Inventory, Location, Match, MissReason, Order
 from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UsageError
 from kvpool.core.keys import hash_at
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
 from kvpool.core.members import Member, Members, MemberSegment, MemberState, Scrub
 from kvpool.core.namespace import Namespace, parse_namespace
 from kvpool.core.recovery import Recovery
+from kvpool.meta.directory_config import directory_config
 from kvpool.meta.granting import Granting
+from kvpool.meta.losing import Losses
+from kvpool.meta.moving import Mover
 from kvpool.meta.results import MetaStatus, RecoveryStatus, Reserved
+from kvpool.meta.topology import TopologyView
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
-from kvpool.transport.wire.messages import NodeInfo, SegmentInfo, Topology
+from kvpool.transport.wire.messages import Topology
+from kvpool.v1 import membership_pb2
 
 ORDERS_PER_MESSAGE = 1024
 GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
 """Grants of one reservation, so that they fit the frame of its answer with the topology."""
-
-LOSS_BLOCKS = 512
-LOSS_PAUSE_S = 0.001
-"""A lost segment is dropped so many blocks at a time, with pauses: who lets a lock go and takes it again at once keeps
-out those who wait for it."""
 
 Answer = TypeVar("Answer")
 
@@ -60,6 +49,7 @@ class MetaService:
 
     Attributes:
         work: Set when `tick` has something to do that should not wait.
+        mover: Copies blocks between nodes, and drains nodes.
     """
 
     def __init__(
@@ -73,15 +63,8 @@ class MetaService:
         self.clock = clock
         self.started_s = clock()
         self.incarnation = int.from_bytes(random_bytes(8), "little") >> 1
-        self.work = threading.Event()
-        config = DirectoryConfig(
-            policy=settings.policy,
-            lease_cap=settings.lease_cap,
-            tombstones=settings.tombstones,
-            spare_s=settings.lease_max_s + LEASE_MARGIN_S,
-            epoch=int.from_bytes(random_bytes(4), "little") >> 1,
-        )
-        self._directory = Directory(clock, config)
+        epoch = int.from_bytes(random_bytes(4), "little") >> 1
+        self._directory = Directory(clock, directory_config(settings, epoch))
         self._directory.set_recovering(recovering=True)
         self._recovery = Recovery(
             clock, settings.expected_nodes, settings.recovery_wait_s, settings.recovery_deadline_s
@@ -91,7 +74,10 @@ class MetaService:
         self._granting = Granting(self._directory, self._members, self.incarnation)
         self._lock = threading.Lock()
         self._orders_changed = threading.Condition(self._lock)
-        self._topology: Topology | None = None
+        self._topology = TopologyView(self._members)
+        self._losses = Losses(self._directory, self._lock)
+        self.work = self._losses.pending
+        self.mover = Mover(self._directory, self._members, self._orders_changed, settings, clock)
 
     # Clients
 
@@ -149,7 +135,9 @@ class MetaService:
     def abort(self, reservation: int, hashes: list[bytes] | None, *, crowded: bool = False) -> int:
         """See `Directory.abort`."""
         with self._lock:
-            return self._directory.abort(reservation, hashes, crowded=crowded)
+            blocks = self._directory.abort(reservation, hashes, crowded=crowded)
+        self.mover.settled()
+        return blocks
 
     def report_bad(self, namespace_id: bytes, block_hash: bytes, segment_id: bytes, slot: int, generation: int) -> bool:
         """See `Directory.report_bad`; False for a segment that is not open any more."""
@@ -163,12 +151,7 @@ class MetaService:
     def topology(self, known_version: int) -> Topology | None:
         """The nodes, or None when the caller's version is the current one."""
         with self._lock:
-            if known_version == self._members.version:
-                return None
-            if self._topology is None or self._topology.version != self._members.version:
-                nodes = [_node_info(member) for member in self._members]
-                self._topology = Topology(self._members.version, nodes)
-            return self._topology
+            return self._topology.since(known_version)
 
     # Nodes
 
@@ -185,7 +168,8 @@ class MetaService:
             if previous is not None and previous.state != MemberState.LOST and previous.incarnation != incarnation:
                 raise UsageError(f"a live node is called {node_id!r}; give this one another --node-id")
             if previous is not None:
-                self._lose_segments(previous)
+                self._losses.begin(previous)
+                self.mover.left(previous)
             member = self._members.join(node_id, incarnation, endpoints, segments)
             try:
                 for segment in segments:
@@ -193,7 +177,7 @@ class MetaService:
                     self._directory.set_accepting(segment.segment_id, accepting=False)
                     member.numbers.append(number)
             except BaseException:
-                self._lose_segments(member)
+                self._losses.begin(member)
                 self._members.set_state(member, MemberState.LOST)
                 raise
             self._recovery.joined(node_id)
@@ -216,12 +200,12 @@ class MetaService:
             return self._directory.announce(segment_id, namespace.id, part)
 
     def ready(self, member: Member) -> None:
-        """The node's inventory is complete: blocks may be placed on it."""
+        """The node's inventory is complete: blocks may be placed on it, unless it said meanwhile that it drains."""
         with self._lock:
             self._check_session(member)
             for segment in member.segments:
-                self._directory.set_accepting(segment.segment_id, accepting=True)
-            self._members.set_state(member, MemberState.READY)
+                self._directory.set_accepting(segment.segment_id, accepting=not member.drains)
+            self._members.set_state(member, MemberState.DRAINING if member.drains else MemberState.READY)
             self._recovery.reported(member.node_id)
         log.info("node_ready", node=member.node_id)
         self._end_recovery()
@@ -233,6 +217,7 @@ class MetaService:
             for segment in member.segments:
                 self._directory.set_accepting(segment.segment_id, accepting=False)
             self._members.set_state(member, MemberState.DRAINING)
+            member.drains = True
         log.info("node_draining", node=member.node_id)
 
     def heard(self, member: Member, orders_applied: int, scrub: Scrub | None = None) -> None:
@@ -251,26 +236,42 @@ class MetaService:
         with self._lock:
             if self._members.of_session(member.session) is not member:
                 return
-            self._members.set_state(member, MemberState.LOST)
-            self._lose_segments(member)
+            if member.leaves:
+                self._members.forget(member)
+            else:
+                self._members.set_state(member, MemberState.LOST)
+            self._losses.begin(member)
             self._recovery.left(member.node_id)
+            self.mover.left(member)
             self._orders_changed.notify_all()
         log.info("node_left", node=member.node_id)
 
-    def wait_for_orders(self, member: Member, after: int, timeout_s: float) -> list[FreeSlot]:
-        """Orders numbered above ``after``, waiting for some up to ``timeout_s``.
+    def wait_for_orders(self, member: Member, after: int, timeout_s: float) -> list[Order]:
+        """Orders numbered above ``after``, waiting up to ``timeout_s`` for some, or for another mode of the node.
 
         Raises:
             UnavailableError: The session is over.
         """
         with self._orders_changed:
             self._check_session(member)
-            orders = self._directory.orders(member.node_id, after, ORDERS_PER_MESSAGE)
-            if not orders:
+            orders, mode = self._directory.orders(member.node_id, after, ORDERS_PER_MESSAGE), member.mode
+            if not orders and mode == member.mode_told:
                 self._orders_changed.wait(timeout_s)
                 self._check_session(member)
                 orders = self._directory.orders(member.node_id, after, ORDERS_PER_MESSAGE)
             return orders
+
+    def fetch(self, member: Member, copy_number: int) -> membership_pb2.FetchBlocks | None:
+        """What tells ``member`` to fetch the blocks of a copy; None when that has ended, or its source is gone."""
+        with self._lock:
+            copy = self._directory.copy(copy_number)
+            if copy is None or copy.destination.node_id != member.node_id:
+                return None
+            source = self._members.get(copy.source.node_id)
+            if source is None or source.state == MemberState.LOST:
+                self._directory.abort(copy_number)
+                return None
+            return self._granting.fetch(copy, source, self.settings.reservation_ttl_s)
 
     def commit(
         self,
@@ -284,7 +285,9 @@ class MetaService:
             member = self._members.of_session(session)
             if member is None or all(s.segment_id != segment_id for s in member.segments):
                 return [CommitStatus.STALE] * len(written)
-            return self._directory.commit(reservation, segment_id, written)
+            statuses = self._directory.commit(reservation, segment_id, written)
+        self.mover.settled()
+        return statuses
 
     def gone(
         self, session: int, segment_id: bytes, namespace_id: bytes, slots: list[tuple[bytes, int, int]], *, bad: bool
@@ -335,7 +338,7 @@ class MetaService:
             )
 
     def tick(self) -> None:
-        """Free abandoned reservations, lose silent nodes, drop what lost ones held; called every heartbeat or so."""
+        """Free what was abandoned, lose silent nodes, drop what lost ones held, copy blocks; called each heartbeat."""
         self.work.clear()
         with self._lock:
             self._directory.expire()
@@ -344,8 +347,8 @@ class MetaService:
             log.warning("node_silent", node=member.node_id, ttl_s=self.settings.node_ttl_s)
             self.leave(member)
         self._end_recovery()
-        while self._drop_lost():
-            time.sleep(LOSS_PAUSE_S)
+        self._losses.finish()
+        self.mover.tick()
 
     def resumed(self) -> None:
         """This process was paused: a silence that it slept through is nobody's."""
@@ -362,18 +365,6 @@ class MetaService:
     def _may_come(self, namespace_id: bytes) -> bool:
         """Whether the namespace is one that a node which has yet to report may have blocks of."""
         return self._recovery.active and not self._directory.knows(_checked_id(namespace_id))
-
-    def _lose_segments(self, member: Member) -> None:
-        # As many as it has opened: the others may be of another node.
-        for segment, _ in zip(member.segments, member.numbers, strict=False):
-            self._directory.lose_segment(segment.segment_id)
-        member.numbers.clear()
-        if self._directory.drop_lost(LOSS_BLOCKS):
-            self.work.set()
-
-    def _drop_lost(self) -> int:
-        with self._lock:
-            return self._directory.drop_lost(LOSS_BLOCKS)
 
     def _end_recovery(self) -> None:
         with self._lock:
@@ -397,11 +388,3 @@ def _checked_id(namespace_id: bytes) -> bytes:
     if len(namespace_id) != NAMESPACE_ID_BYTES:
         raise InvalidHashError(f"namespace id of {len(namespace_id)} bytes; it has {NAMESPACE_ID_BYTES}")
     return namespace_id
-
-
-def _node_info(member: Member) -> NodeInfo:
-    segments = [
-        SegmentInfo(number, segment.segment_id, segment.medium, segment.capacity_bytes)
-        for number, segment in zip(member.numbers, member.segments, strict=False)
-    ]
-    return NodeInfo(member.node_id, member.incarnation, member.state, list(member.endpoints), segments)

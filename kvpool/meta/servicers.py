@@ -9,6 +9,7 @@ from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, RESERVE_BLOCKS_MAX
 from kvpool.core.members import Scrub
 from kvpool.core.namespace import parse_namespace
 from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
+from kvpool.meta.moving import DrainProgress
 from kvpool.meta.service import MetaService
 from kvpool.transport.wire.messages import Topology, unpack
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
@@ -168,6 +169,29 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     def Unpin(self, request: admin_pb2.UnpinRequest, context: grpc.ServicerContext) -> admin_pb2.UnpinResponse:
         count_hashes(request.hash, 1)
         return admin_pb2.UnpinResponse(unpinned=self._service.unpin(request.namespace, request.hash))
+
+    def Drain(self, request: admin_pb2.DrainNodeRequest, context: grpc.ServicerContext) -> admin_pb2.DrainStatus:
+        return _drain_status(self._service.mover.drain(request.node_id, request.timeout_ms / 1000, stay=request.stay))
+
+    def GetDrain(self, request: admin_pb2.GetDrainRequest, context: grpc.ServicerContext) -> admin_pb2.DrainStatus:
+        return _drain_status(self._service.mover.progress(request.node_id))
+
+    def CancelDrain(
+        self, request: admin_pb2.CancelDrainRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.DrainStatus:
+        return _drain_status(self._service.mover.cancel(request.node_id))
+
+
+def _drain_status(progress: DrainProgress) -> admin_pb2.DrainStatus:
+    return admin_pb2.DrainStatus(
+        node_id=progress.node_id,
+        state=progress.state,
+        blocks=progress.blocks,
+        bytes=progress.size_bytes,
+        left_blocks=progress.left_blocks,
+        left_bytes=progress.left_bytes,
+        reason=progress.reason,
+    )
 
 
 def _explanation(block: BlockExplained) -> admin_pb2.BlockExplanation:

@@ -9,6 +9,7 @@ import grpc
 from kvpool.core.directory import FreeSlot
 from kvpool.core.errors import KvpoolError
 from kvpool.core.limits import ANNOUNCE_BLOCKS_MAX
+from kvpool.node.copier import Copier
 from kvpool.node.headers import SlotHeaders
 from kvpool.node.link import MetaLink
 from kvpool.node.namespaces import NamespaceBook
@@ -41,6 +42,8 @@ class Control:
         book: Documents of the namespaces it has blocks of.
         link: The metadata service.
         scrub: What was checked of its blocks, now.
+        copier: Fetches what the service orders from other nodes.
+        on_leave: Called when the pool lets the node go.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class Control:
         book: NamespaceBook,
         link: MetaLink,
         scrub: Callable[[], common_pb2.Scrub],
+        copier: Copier,
+        on_leave: Callable[[], None],
     ) -> None:
         self._node_id = node_id
         self._incarnation = incarnation
@@ -60,6 +65,8 @@ class Control:
         self._book = book
         self._link = link
         self._scrub = scrub
+        self._copier = copier
+        self._on_leave = on_leave
         self._stub = membership_pb2_grpc.MembershipStub(link.channel)
         self._stopping = threading.Event()
         self._call: grpc.CallIterator[membership_pb2.ToNode] | None = None
@@ -126,6 +133,11 @@ class Control:
                     beat.start()
                 elif instruction == "free_slots":
                     self._apply(message.free_slots)
+                elif instruction == "fetch_blocks":
+                    self._copier.put(message.fetch_blocks)
+                    self._orders_applied = max(self._orders_applied, message.fetch_blocks.number)
+                elif instruction == "mode":
+                    self._set_mode(message.mode)
                 elif instruction == "ready":
                     self.ready.set()
                     log.info("node_ready", node=self._node_id)
@@ -135,6 +147,12 @@ class Control:
             call.cancel()  # type: ignore[no-untyped-call]
             if beat is not None:
                 beat.join()
+
+    def _set_mode(self, mode: membership_pb2.NodeMode) -> None:
+        log.info("node_mode", node=self._node_id, draining=mode.draining, leave=mode.leave)
+        self._store.draining = mode.draining
+        if mode.leave:
+            self._on_leave()
 
     def _outgoing(self) -> Iterator[membership_pb2.FromNode]:
         out = self._out

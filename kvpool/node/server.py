@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from kvpool.core.errors import UnavailableError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import Slots, SlotState
 from kvpool.node.control import Control
+from kvpool.node.copier import Copier
 from kvpool.node.files import SegmentFiles
 from kvpool.node.headers import HeaderFile
 from kvpool.node.link import MetaLink
@@ -36,6 +38,11 @@ log = get_logger(__name__)
 class NodeServer:
     """A store node in this process.
 
+    Args:
+        settings: Its settings.
+        on_leave: Called, on a thread of the node's, when the pool has drained the node and lets it go; it must not
+            wait for `stop`.
+
     Attributes:
         data_address: ``host:port`` of the data plane, once started.
         grpc_address: ``host:port`` of gRPC, once started.
@@ -44,8 +51,9 @@ class NodeServer:
         store: The blocks, once started; for tests and embedding.
     """
 
-    def __init__(self, settings: NodeSettings) -> None:
+    def __init__(self, settings: NodeSettings, on_leave: Callable[[], None] = lambda: None) -> None:
         self.settings = settings
+        self._on_leave = on_leave
         self.data_address = ""
         self.grpc_address = ""
         self.unix_path: Path = settings.unix_socket
@@ -128,8 +136,18 @@ class NodeServer:
         self._scrubber = Scrubber(
             self.store.checks, settings.scrub_bytes_per_s, settings.scrub_interval_s, self._framed.wait_idle
         )
+        copier = Copier(self.store, self._link, settings.node_id)
+        undo.callback(copier.stop)
         self._control = Control(
-            settings.node_id, self._incarnation, self._endpoints, self.store, self._book, self._link, self._scrub
+            settings.node_id,
+            self._incarnation,
+            self._endpoints,
+            self.store,
+            self._book,
+            self._link,
+            self._scrub,
+            copier,
+            self._on_leave,
         )
         undo.callback(self._control.stop)
         undo.callback(self._scrubber.stop)

@@ -101,6 +101,10 @@ class NodeStore:
 
     # Writing
 
+    def open_grant(self, sealed: bytes) -> Grant:
+        """The grant in ``sealed``; raises as `prepare`."""
+        return self._open(sealed, self.session)
+
     def prepare(
         self, sealed: bytes, owner: int, *, bound: bool = True
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:

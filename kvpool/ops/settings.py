@@ -21,7 +21,15 @@ from pydantic import (
     field_validator,
 )
 
-from kvpool.core.limits import DEADLINE_S_MAX, LEASE_S_MAX, PAGE_BYTES, RESERVATION_S_MAX, SEGMENTS_MAX, STREAMS_MAX
+from kvpool.core.limits import (
+    DEADLINE_S_MAX,
+    LEASE_S_MAX,
+    PAGE_BYTES,
+    REPLICAS_MAX,
+    RESERVATION_S_MAX,
+    SEGMENTS_MAX,
+    STREAMS_MAX,
+)
 from kvpool.core.units import parse_duration, parse_size
 
 SOCKET_PATH_BYTES_MAX = 107
@@ -166,6 +174,15 @@ class MetaSettings(_ServerSettings):
 
     policy: Literal["lru"] = "lru"
     """Eviction policy."""
+
+    replicas_max: Annotated[int, Field(ge=1, le=REPLICAS_MAX)] = 2
+    """Copies of a block that the pool makes by itself, the first one included; 1: no others."""
+
+    replica_read_rate: Annotated[float, Field(gt=0)] = 20.0
+    """Reads of a block a second that bring it one further copy, on another node."""
+
+    replica_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Fraction of a node's free space that further copies may take; they go first when room is needed."""
 
     @field_validator("node_ttl_s")
     @classmethod

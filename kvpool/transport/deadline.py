@@ -18,3 +18,7 @@ class Deadline:
         if left_s <= 0:
             raise DeadlineError(f"the call's {self.timeout_s:g} s are over")
         return left_s
+
+    def part(self, share: float) -> "Deadline":
+        """A deadline of its own after ``share`` of what is left; raises DeadlineError when nothing is."""
+        return Deadline(self.left_s() * share)

@@ -79,7 +79,7 @@ def test_lookup_has_rows_for_the_wire_the_directory_and_its_memory(place):
     assert [(row["via"], row["size"]) for row in wire] == [("unix", 1), ("unix", 300), ("tcp", 1), ("tcp", 300)]
     assert [list(row) for row in core] == [["bench", "size", "p50_us"]] * 2
     assert [row["bench"] for row in core] == ["lookup_core"] * 2
-    assert [list(row) for row in memory] == [["bench", "blocks", "bytes_per_block"]]
+    assert [list(row) for row in memory] == [["bench", "blocks", "bytes_per_block", "bytes_per_copy"]]
     assert (memory[0]["bench"], memory[0]["blocks"]) == ("directory_memory", 4096)
 
 

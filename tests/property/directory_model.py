@@ -10,8 +10,10 @@ from kvpool.core.clock import FOREVER_US, microseconds
 from kvpool.core.directory import (
     BlockState,
     CommitStatus,
+    Copy,
     Directory,
     DirectoryConfig,
+    Drain,
     FreeSlot,
     Inventory,
     ReserveResult,
@@ -75,7 +77,7 @@ class DirectoryModel:
 
     def __init__(self, age_slack: float) -> None:
         self.clock = ManualClock()
-        self.config = DirectoryConfig(age_slack=age_slack, lease_cap=0.3, pressure=0.8)
+        self.config = DirectoryConfig(age_slack=age_slack, lease_cap=0.3, pressure=0.8, replica_budget=1.0)
         self.directory = Directory(self.clock, self.config)
         self.segments = [
             FakeSegment(bytes([i]) * 16, node_id, pages * PAGE_BYTES) for i, (node_id, pages) in enumerate(SEGMENTS)
@@ -201,12 +203,14 @@ class DirectoryModel:
         assert self.directory.stats().evicted_blocks - evicted_blocks >= len(evictions.evicted)
         assert not evictions.evicted & self._protected(before), "leased and pinned blocks and their ancestors stay"
         evictions.check_leaves_went_first()
+        evictions.check_copies_went_first(self.surplus_blocks())
         evictions.check_oldest_went_first(self.now_us(), self.config.age_slack)
         for key in rewritten | evictions.evicted:
             self.pins.pop(key, None)
 
     def _check_nothing_could_go(self, namespace: Namespace, spared: Key, after: Views) -> None:
         assert {key for key, block in after.items() if self._may_go(block)} <= {spared}
+        assert not self.surplus_blocks()
         if namespace.shards == 1:
             free_bytes = [segment.free_bytes for segment in self.directory.segments() if segment.accepts]
             assert max(free_bytes, default=0) < slot_bytes(namespace)
@@ -236,7 +240,7 @@ class DirectoryModel:
     def check_matched(self, blocks: int, expected: int, lease_s: float, leased_bytes: int) -> None:
         """A match is the naive answer, unless the lease cap shortened it in a nearly full pool."""
         stats = self.directory.stats()
-        if lease_s and stats.used_bytes > self.config.pressure * stats.capacity_bytes:
+        if lease_s and stats.used_bytes - stats.surplus_bytes > self.config.pressure * stats.capacity_bytes:
             assert blocks <= expected
             assert stats.leased_bytes <= max(leased_bytes, self.config.lease_cap * stats.capacity_bytes)
         else:
@@ -287,12 +291,53 @@ class DirectoryModel:
             lease.hashes = lease.hashes[: self.count_visible(lease.namespace, lease.hashes)]
         self.forget_pins()
 
+    # Copies
+
+    def fetch(self, copy: Copy, hashes: list[bytes]) -> None:
+        """The destination's node commits ``hashes`` of a copy; each counts once, while it is asked for."""
+        segment = next(segment for segment in self.segments if segment.segment_id == copy.destination.segment_id)
+        namespace = self.directory.namespaces()[copy.namespace]
+        is_open = self.directory.copy(copy.number) is copy
+        expected = [
+            CommitStatus.COMMITTED
+            if is_open and h in copy.rows and self.holds(segment, namespace, h, copy.shard) is None
+            else CommitStatus.STALE
+            for h in hashes
+        ]
+        slots = [segment.store(namespace, h, PARENTS[h], copy.shard) for h in hashes]
+        statuses = self.directory.commit(copy.number, segment.segment_id, [slot.written for slot in slots])
+        assert statuses == expected
+        for slot, status in zip(slots, statuses, strict=True):
+            if status == CommitStatus.STALE:
+                segment.free(slot.slot, slot.generation)
+
+    def drain(self, node_id: str) -> Drain:
+        """A node takes nothing new, and all that it alone holds is ordered elsewhere while there is room."""
+        for segment in self.online.values():
+            if segment.node_id == node_id:
+                self.directory.set_accepting(segment.segment_id, accepting=False)
+        drain = Drain(node_id)
+        drain.begin(self.directory.survey(node_id).in_order())
+        while self.directory.advance(drain, 30.0):
+            pass
+        return drain
+
+    def surplus_blocks(self) -> int:
+        """Copies that may go."""
+        return sum(segment.surplus_blocks for segment in self.directory.segments() if segment.accepts)
+
     # What the nodes hold
+
+    def holds(self, segment: FakeSegment, namespace: Namespace, block_hash: bytes, shard: int) -> HeldSlot | None:
+        """The segment's slot of a block, as far as the directory knows."""
+        wanted = (namespace, block_hash, shard)
+        return next((s for s in self.live(segment) if (s.namespace, s.hash, s.shard) == wanted), None)
 
     def ordered(self, segment: FakeSegment) -> set[tuple[int, int]]:
         """(slot, generation) that unacknowledged orders free."""
         orders = self.directory.orders(segment.node_id, most=10_000)
-        return {(order.slot, order.generation) for order in orders if order.segment_id == segment.segment_id}
+        frees = [order for order in orders if isinstance(order, FreeSlot)]
+        return {(order.slot, order.generation) for order in frees if order.segment_id == segment.segment_id}
 
     def live(self, segment: FakeSegment) -> list[HeldSlot]:
         """Slots that the directory must know: held, announced, and not ordered to be freed."""

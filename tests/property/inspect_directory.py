@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvpool.core.directory import BlockState, Directory
+from kvpool.core.directory import BlockState, Copy, Directory, HotRun
+from kvpool.core.namespace import Namespace
 
 Key = tuple[bytes, bytes]
 """(namespace id, block hash)."""
@@ -50,6 +51,17 @@ def inspect(directory: Directory) -> Views:
     }
 
 
+def open_copies(directory: Directory) -> list[Copy]:
+    """Copies that nodes were told to fetch and have not committed."""
+    return list(directory._state.copies)
+
+
+def hot_run(directory: Directory, namespace: Namespace, hashes: list[bytes], copies: int) -> HotRun:
+    """A chain that deserves so many copies."""
+    index = directory._state.chains.indexes[directory.namespaces().index(namespace)]
+    return HotRun(tuple(index[h] for h in hashes if h in index), copies)
+
+
 @dataclass
 class Evictions:
     """What one reserve evicted, held against the rules of eviction.
@@ -81,6 +93,10 @@ class Evictions:
         """No block, in flight or not, lost its parent."""
         gone = self.evicted - self.after.keys()
         assert not any((namespace, block.parent) in gone for (namespace, _), block in self.after.items())
+
+    def check_copies_went_first(self, surplus_blocks: int) -> None:
+        """No visible block went while another could have lost a copy."""
+        assert not surplus_blocks or not any(self.before[key].rank for key in self.evicted)
 
     def check_oldest_went_first(self, now_us: int, age_slack: float) -> None:
         """No evicted block was hotter than a leaf that stayed.

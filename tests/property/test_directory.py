@@ -11,9 +11,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
-from kvpool.core.directory import MissReason
+from kvpool.core.directory import Copy, MissReason
 
 from .directory_model import CHAINS, NAMESPACES, PARENTS, DirectoryModel, Tokens, Write, slot_bytes
+from .inspect_directory import hot_run, open_copies
 
 names = st.sampled_from(("small", "small", "sharded"))
 chains = st.sampled_from(tuple(CHAINS))
@@ -25,6 +26,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     age_slack = 0.0
     writes = Bundle("writes")
+    copies = Bundle("copies")
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,6 +111,46 @@ class DirectoryMachine(RuleBasedStateMachine):
             held = self.pool.online[number].held[slot]
             assert (held.hash, held.shard) == (hashes[first + block], of_shard)
             assert (held.generation, held.checksum) == (generation, checksum)
+
+    # Copies
+
+    @rule(target=copies, name=names, tokens=chains, pick=picks)
+    def replicate(self, name: str, tokens: Tokens, pick: int):
+        """Something is hot."""
+        namespace, before = NAMESPACES[name], open_copies(self.directory)
+        hashes = self.pool.some_chain(namespace, tokens, pick)
+        blocks = self.directory.replicate(hot_run(self.directory, namespace, hashes, 2 + pick % 2), 30.0)
+        ordered = [copy for copy in open_copies(self.directory) if copy not in before]
+        assert sum(len(copy.rows) for copy in ordered) == blocks
+        return multiple(*ordered)
+
+    @rule(name=names, work=st.lists(chains, min_size=1, max_size=4))
+    def copy_all(self, name: str, work: list[Tokens]) -> None:
+        """Nodes that fetch at once what is hot."""
+        namespace = NAMESPACES[name]
+        for tokens in work:
+            while self.directory.replicate(hot_run(self.directory, namespace, CHAINS[tokens], 2), 30.0):
+                copy = open_copies(self.directory)[-1]
+                self.pool.fetch(copy, copy.hashes)
+
+    @rule(target=copies, node_id=st.sampled_from(("node-0", "node-1")))
+    def drain(self, node_id: str):
+        before = open_copies(self.directory)
+        drain = self.pool.drain(node_id)
+        ordered = [copy for copy in open_copies(self.directory) if copy not in before]
+        assert sum(len(copy.rows) for copy in ordered) == drain.ordered
+        return multiple(*ordered)
+
+    @rule(copy=copies, pick=picks)
+    def fetch(self, copy: Copy, pick: int) -> None:
+        """Some of its blocks, perhaps late, perhaps again."""
+        self.pool.fetch(copy, [h for i, h in enumerate(copy.hashes) if pick >> i & 1] or copy.hashes)
+
+    @rule(copy=copies, pick=picks)
+    def give_up(self, copy: Copy, pick: int) -> None:
+        hashes = [h for i, h in enumerate(copy.hashes) if pick >> i & 1]
+        expected = [h for h in hashes or copy.hashes if h in copy.rows]
+        assert self.directory.abort(copy.number, hashes or None) == len(expected)
 
     # Time
 
@@ -236,6 +278,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         for write in self.pool.open:
             for _, _, number in write.pending:
                 promised[number] += slot_bytes(write.namespace)
+        for copy in open_copies(self.directory):
+            namespace = self.directory.namespaces()[copy.namespace]
+            promised[copy.destination.number] += len(copy.rows) * slot_bytes(namespace)
         for segment in self.directory.segments():
             held_bytes = sum(slot.size_bytes for slot in self.pool.live(self.pool.online[segment.number]))
             assert segment.used_bytes == held_bytes + promised[segment.number]

@@ -19,6 +19,7 @@ NAMES = [
     "CapacityError",
     "Client",
     "ClientStats",
+    "DrainStatus",
     "ClosedError",
     "DeadlineError",
     "FieldDifference",
@@ -51,13 +52,14 @@ NAMES = [
 ]
 
 METHODS = {
-    "Client": {"namespace", "status", "stats", "close"},
+    "Client": {"namespace", "status", "stats", "drain", "drain_status", "cancel_drain", "close"},
     "Keyspace": {"match", "release", "load", "store", "reserve", "write", "abort"},
 }
 """All that these classes let callers do."""
 
 RECORDS = [
     "ClientStats",
+    "DrainStatus",
     "LoadResult",
     "Match",
     "NodeStatus",

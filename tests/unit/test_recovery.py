@@ -9,7 +9,8 @@ from kvpool.core.errors import UnknownNamespaceError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.members import MemberSegment, MemberState
 from kvpool.core.recovery import Recovery
-from kvpool.meta.service import LOSS_BLOCKS, MetaService
+from kvpool.meta.losing import LOSS_BLOCKS
+from kvpool.meta.service import MetaService
 from kvpool.ops.settings import MetaSettings
 from kvpool.testing import ManualClock
 

@@ -1,10 +1,13 @@
 """The directory of blocks. `Directory` is the interface; the other modules are its parts."""
 
+from kvpool.core.directory.copies import Copy
 from kvpool.core.directory.directory import Directory
+from kvpool.core.directory.draining import Drain
 from kvpool.core.directory.explaining import Explanation, Memory
+from kvpool.core.directory.heat import HotRun
 from kvpool.core.directory.inventory import AnnouncedBlock, Inventory
 from kvpool.core.directory.lookup import LEASE_MARGIN_S
-from kvpool.core.directory.outbox import FreeSlot
+from kvpool.core.directory.outbox import FetchBlocks, FreeSlot, Order
 from kvpool.core.directory.results import (
     CommitStatus,
     DirectoryStats,
@@ -25,16 +28,21 @@ __all__ = [
     "BlockState",
     "Cause",
     "CommitStatus",
+    "Copy",
     "Directory",
     "DirectoryConfig",
     "DirectoryStats",
+    "Drain",
     "Explanation",
+    "FetchBlocks",
     "FreeSlot",
+    "HotRun",
     "Inventory",
     "Location",
     "Match",
     "Memory",
     "MissReason",
+    "Order",
     "ReserveResult",
     "Segment",
     "Share",

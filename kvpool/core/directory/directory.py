@@ -8,14 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.clock import FOREVER_US, Clock, microseconds
-from kvpool.core.directory import explaining, inventory, lookup, losing, writing
+from kvpool.core.directory import checking, draining, explaining, inventory, lookup, losing, replicating, writing
+from kvpool.core.directory.copies import Copy
+from kvpool.core.directory.draining import Drain, Survey
 from kvpool.core.directory.explaining import Explanation, Memory
+from kvpool.core.directory.heat import Demand, HotRun
 from kvpool.core.directory.inventory import Inventory
-from kvpool.core.directory.outbox import FreeSlot, Outbox
+from kvpool.core.directory.outbox import Order, Outbox
 from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, Match, ReserveResult
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryConfig, DirectoryState, NamespaceEntry
-from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
+from kvpool.core.directory.table import NIL
 from kvpool.core.directory.tombstones import Cause, MissReason
 from kvpool.core.directory.writing import Committed
 from kvpool.core.errors import CapacityError, UsageError
@@ -30,6 +33,9 @@ COUNTS = (
     "lost_blocks",
     "bad_blocks",
     "refused_blocks",
+    "copied_blocks",
+    "copied_bytes",
+    "reclaimed_copies",
     "lookups",
     "blocks_asked",
     "blocks_matched",
@@ -139,9 +145,9 @@ class Directory:
 
     def segments(self) -> list[Segment]:
         """All open segments, to read only."""
-        return list(self._state.placements.segments.values())
+        return [segment for segment in self._state.placements.segments.values() if segment.open]
 
-    def orders(self, node_id: str, after: int = 0, most: int = 1024) -> list[FreeSlot]:
+    def orders(self, node_id: str, after: int = 0, most: int = 1024) -> list[Order]:
         """Orders for a node with numbers above ``after``, in order; they stay until acknowledged."""
         outbox = self._state.outboxes.get(node_id)
         return outbox.pending(after, most) if outbox is not None else []
@@ -273,6 +279,35 @@ class Directory:
         """Free abandoned reservations and forget leases that ran out; `reserve` does it too."""
         self._state.expire()
 
+    # Copies between nodes
+
+    def copy(self, number: int) -> Copy | None:
+        """The open copy that an order to fetch names, to read only."""
+        return self._state.copies.get(number)
+
+    def demand(self) -> Demand:
+        """What was read lately; counting it needs no lock."""
+        return self._state.heat.demand(self._state.now_us())
+
+    def replicate(self, run: HotRun, ttl_s: float) -> int:
+        """Order one copy of what is hot, if there is a node for it; the blocks ordered, 0 when there is no more to do.
+
+        A node that does not commit them within ``ttl_s`` gives them up.
+        """
+        return replicating.replicate(self._state, run, ttl_s)
+
+    def survey(self, node_id: str) -> Survey:
+        """What lies on a node, as it is now; putting it in order needs no lock."""
+        return draining.survey(self._state, node_id)
+
+    def advance(self, drain: Drain, ttl_s: float) -> bool:
+        """Order the next copy of a drain; whether there may be another one at once."""
+        return draining.advance(self._state, drain, ttl_s)
+
+    def is_idle(self, drain: Drain) -> bool:
+        """Whether a pass of the drain has come to its end."""
+        return draining.is_idle(self._state, drain)
+
     # Operators
 
     def pin(self, namespace_id: bytes, block_hash: bytes, ttl_s: float | None = None) -> bool:
@@ -308,34 +343,15 @@ class Directory:
             leases=len(state.leases),
             leased_bytes=state.leases.held_bytes,
             orders_pending=sum(len(outbox) for outbox in state.outboxes.values()),
+            surplus_blocks=sum(segment.surplus_blocks for segment in state.placements.segments.values()),
+            surplus_bytes=state.placements.surplus_bytes,
+            copies=len(state.copies),
             **{name: counts[name] for name in COUNTS},
         )
 
     def check_integrity(self) -> None:
         """Assert the invariants that tables, links and accounts must keep; for tests and idle times."""
-        state = self._state
-        state.chains.check_integrity()
-        state.leases.check_integrity()
-        used = dict.fromkeys(state.placements.segments, 0)
-        for index in state.chains.indexes:
-            for row in index.values():
-                self._check_placements(row, used)
-        for segment in state.placements.segments.values():
-            assert segment.used_bytes == used[segment.number], "bytes used are the sum of the slots"
-            assert segment.blocks == sum(1 for _ in state.placements.of_segment(segment))
-        assert state.placements.used_bytes == sum(used.values())
-
-    def _check_placements(self, row: int, used: dict[int, int]) -> None:
-        state, rows = self._state, self._state.placements.rows
-        placements = list(state.placements.of_block(row))
-        committed = {rows.shard[p] for p in placements if rows.slot[p] != NO_SLOT}
-        entry = state.entries[state.blocks.namespace[row]]
-        assert len(committed) + state.blocks.missing_shards[row] == entry.namespace.shards
-        assert placements or state.blocks.state[row] == BlockState.IN_FLIGHT
-        assert (state.reservations.of_row(row) is not None) == (state.blocks.state[row] == BlockState.IN_FLIGHT)
-        for placement in placements:
-            assert rows.block[placement] == row
-            used[rows.segment[placement]] += entry.slot_bytes
+        checking.check_integrity(self._state)
 
     def _drop(
         self,

@@ -100,7 +100,7 @@ def announce(state: DirectoryState, segment: Segment, entry: NamespaceEntry, par
 def _plain(state: DirectoryState, segment: Segment, entry: NamespaceEntry, part: Inventory) -> list[int]:
     """Indexes of the blocks that need no decision; all fit the segment."""
     outbox = state.outboxes.get(segment.node_id)
-    if entry.namespace.shards != 1 or not (outbox is None or outbox.is_empty):
+    if entry.namespace.shards != 1 or not (outbox is None or outbox.frees_nothing):
         return []
     if len(set(part.hashes)) != len(part) or segment.free_bytes < len(part) * entry.slot_bytes:
         return []
@@ -169,10 +169,7 @@ def _place_announced(
     rows.generation[placement] = block.generation
     rows.checksum[placement] = block.checksum
     if not known:
-        state.blocks.missing_shards[row] -= 1
-    if state.blocks.missing_shards[row]:
-        # Its other shards come from other nodes' inventories, or never: kept, not matched, evicted first.
-        state.chains.doze(row)
-    elif not known:
-        state.chains.complete(row)
+        state.complete_shard(row)
+    elif not state.placements.segments[rows.segment[state.placements.primary(row, block.shard)]].open:
+        state.make_primary(placement)  # the other one goes with the rest of its lost segment
     return True

@@ -140,7 +140,8 @@ def _within_cap(
 ) -> int:
     """Blocks of a match that may be leased: all while there is room, else what the cap allows."""
     capacity_bytes = state.placements.capacity_bytes
-    if state.placements.used_bytes <= state.config.pressure * capacity_bytes:
+    # Surplus copies give way to whatever comes: they make no pool full.
+    if state.placements.used_bytes - state.placements.surplus_bytes <= state.config.pressure * capacity_bytes:
         return matched
     state.leases.expire(state.now_us())
     spare_bytes = int(state.config.lease_cap * capacity_bytes) - state.leases.held_bytes
@@ -169,6 +170,7 @@ def _gather(
 ) -> Location:
     rows = state.placements.rows
     block_rows = _visible_rows(state, index, hashes, first, end)
+    state.heat.note(block_rows, state.now_us())
     block: Sequence[int] = range(len(block_rows))
     heads: Sequence[int] = _take(state.blocks.placement, block_rows)
     if any(link != NIL for link in _take(rows.next, heads)):

@@ -5,6 +5,7 @@ between. Until its slice is reached a block may still be offered; reading it is 
 noticed. A node that returns meanwhile opens a segment of its own: what it announces is a second copy, and stays.
 """
 
+from kvpool.core.directory.copying import give_up_segment
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL
@@ -36,7 +37,8 @@ def gone(
 
 def close_segment(state: DirectoryState, segment: Segment) -> None:
     """Take the segment out of the pool; `drop_lost` drops what lies there."""
-    segment.accepts = False
+    segment.open = segment.accepts = False
+    give_up_segment(state, segment)
     del state.segments_by_id[segment.segment_id]
     state.counts["lost_blocks"] += segment.blocks
     state.lost.append(segment)
@@ -45,15 +47,17 @@ def close_segment(state: DirectoryState, segment: Segment) -> None:
 def drop_lost(state: DirectoryState, most: int) -> int:
     """Drop up to ``most`` placements of lost segments, the newest of each first; returns how many are left.
 
+    Surplus copies come last: who is sent there turns to another copy.
     The newest first are mostly children before their parents: what they hand up meets the nearest one that stays.
     """
     while state.lost and most > 0:
         segment = state.lost[0]
-        while segment.first != NIL and most > 0:
+        while segment.blocks and most > 0:
             # A block in flight goes whole at its first lost shard, and takes its other placements with it.
-            state.drop_placement(segment.first, MissReason.NODE_DOWN, order=False)
+            placement = segment.first if segment.first != NIL else segment.first_surplus
+            state.drop_placement(placement, MissReason.NODE_DOWN, order=False)
             most -= 1
-        if segment.first == NIL:
+        if not segment.blocks:
             _forget(state, segment)
     return sum(segment.blocks for segment in state.lost)
 

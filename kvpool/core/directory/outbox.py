@@ -1,8 +1,9 @@
-"""Orders from the directory to a node: free this slot. Numbered, so that a freed block is never resurrected.
+"""Orders from the directory to a node: free this slot, fetch these blocks. Numbered, so that none is lost.
 
-Orders travel twice: in the write grant that needs the room, and in order on the node's control stream. Applying one
-again is harmless, since it names the slot's generation. A returning node states the last number it applied; what it
-still announces of the orders after that is ignored.
+Orders to free travel twice: in the write grant that needs the room, and in order on the node's control stream. Applying
+one again is harmless, since it names the slot's generation. A returning node states the last number it applied; what it
+still announces of the orders after that is ignored: a freed block is never resurrected. An order to fetch names a copy
+(`copies.py`), which ends with the node's session: brought again after that it means nothing.
 """
 
 from collections import OrderedDict
@@ -22,12 +23,22 @@ class FreeSlot(NamedTuple):
     rest: bool
 
 
+class FetchBlocks(NamedTuple):
+    """Order ``number``: fetch the blocks of the open copy ``copy``."""
+
+    number: int
+    copy: int
+
+
+Order = FreeSlot | FetchBlocks
+
+
 class Outbox:
     """Orders to one node that it has not acknowledged."""
 
     def __init__(self) -> None:
         self.last_number = 0
-        self._pending: OrderedDict[int, FreeSlot] = OrderedDict()
+        self._pending: OrderedDict[int, Order] = OrderedDict()
         self._slots: dict[tuple[bytes, int], int] = {}
 
     def __len__(self) -> int:
@@ -41,23 +52,30 @@ class Outbox:
         self._slots[segment_id, slot] = generation
         return order
 
+    def push_copy(self, copy: int) -> FetchBlocks:
+        """Queue an order to fetch and return it with its number."""
+        self.last_number += 1
+        order = FetchBlocks(self.last_number, copy)
+        self._pending[order.number] = order
+        return order
+
     def acknowledge(self, number: int) -> None:
         """The node has applied all orders up to ``number``."""
         while self._pending and next(iter(self._pending)) <= number:
             _, order = self._pending.popitem(last=False)
-            if self._slots.get((order.segment_id, order.slot)) == order.generation:
+            if isinstance(order, FreeSlot) and self._slots.get((order.segment_id, order.slot)) == order.generation:
                 del self._slots[order.segment_id, order.slot]
 
-    def pending(self, after: int, most: int) -> list[FreeSlot]:
+    def pending(self, after: int, most: int) -> list[Order]:
         """Up to ``most`` unacknowledged orders with numbers above ``after``, in order."""
         oldest = next(iter(self._pending), self.last_number + 1)
         start = max(after + 1, oldest)
         return [self._pending[number] for number in range(start, min(start + most, self.last_number + 1))]
 
     @property
-    def is_empty(self) -> bool:
-        """Whether every order is acknowledged."""
-        return not self._pending
+    def frees_nothing(self) -> bool:
+        """Whether every order to free a slot is acknowledged."""
+        return not self._slots
 
     def has_freed(self, segment_id: bytes, slot: int, generation: int) -> bool:
         """Whether an unacknowledged order frees exactly this slot and generation."""

@@ -1,14 +1,17 @@
 """Where a new block goes and which blocks make room for it: one decision.
 
-While some segment has room: the parent's, unless it is clearly fuller than the mean, else the emptiest. When none has:
-the oldest evictable leaf of the *pool* goes, and the new block takes its place; the parent's segment is preferred when
-its own oldest leaf is nearly as old. Choosing a node first and a victim on it second breaks leaf-first order.
+While some segment has room: the parent's, unless it is clearly fuller than the mean, else the emptiest. When none has,
+something of the *pool* goes, and the new block takes its place: a dormant leaf, else a surplus copy, else the oldest
+evictable leaf. The parent's segment is preferred when it has a surplus copy too, or when its own oldest leaf is nearly
+as old. Choosing a node first and a victim on it second breaks leaf-first order.
 """
 
 from collections.abc import Callable
 
 from kvpool.core.directory.segments import Placements, Segment
-from kvpool.core.eviction import Candidate, EvictionPolicy
+from kvpool.core.directory.table import NIL
+from kvpool.core.directory.tombstones import Cause
+from kvpool.core.eviction import DORMANT, Candidate, EvictionPolicy
 
 FILL_SLACK = 0.05
 """How much fuller than the mean the parent's segment may be and still be preferred."""
@@ -21,6 +24,7 @@ class Placer:
         placements: The segments and their accounts.
         policy: Gives each segment's first victim.
         evict: Removes a victim and gives its bytes back.
+        reclaim: Removes a surplus copy and gives its bytes back.
         age_slack: Share of the oldest leaf's age by which the parent's own oldest leaf may be younger and still go.
     """
 
@@ -28,12 +32,14 @@ class Placer:
         self,
         placements: Placements,
         policy: EvictionPolicy,
-        evict: Callable[[int], None],
+        evict: Callable[[int, Cause], None],
+        reclaim: Callable[[int], None],
         age_slack: float,
     ) -> None:
         self._placements = placements
         self._policy = policy
         self._evict = evict
+        self._reclaim = reclaim
         self._age_slack = age_slack
 
     def choose(self, slot_bytes: int, near: Segment | None, now_us: int) -> Segment | None:
@@ -42,10 +48,12 @@ class Placer:
             segment = self._with_room(slot_bytes, near)
             if segment is not None:
                 return segment
-            victim = self._victim(slot_bytes, near, now_us)
-            if victim is None:
+            if not self._make_room(slot_bytes, near, now_us):
                 return None
-            self._evict(victim.row)
+
+    def make_room_on(self, segment: Segment, now_us: int) -> bool:
+        """Give up the first thing that may go on a segment whose free pages are scattered; False when all is held."""
+        return self._give_up(self._policy.first(segment.number, now_us), segment, Cause.SCATTERED)
 
     def room(self, slot_bytes: int, near: Segment | None, most: int) -> tuple[Segment, int] | None:
         """A segment that takes up to ``most`` slots without evicting, and how many; None when there is no room.
@@ -71,6 +79,34 @@ class Placer:
         roomy = [s for s in placements.segments.values() if s.accepts and s.free_bytes >= slot_bytes]
         return min(roomy, key=_emptiness, default=None)
 
+    def _make_room(self, slot_bytes: int, near: Segment | None, now_us: int) -> bool:
+        """Give up the first thing that may go in the whole pool; False when everything is held."""
+        victim = self._victim(slot_bytes, near, now_us)
+        if victim is not None and not self._placements.surplus_bytes:  # nearly always
+            self._evict(victim.row, Cause.ROOM)
+            return True
+        return self._give_up(victim, self._with_surplus(slot_bytes, near, now_us), Cause.ROOM)
+
+    def _give_up(self, victim: Candidate | None, segment: Segment | None, cause: Cause) -> bool:
+        """The victim if it is dormant, else the oldest surplus copy of ``segment``, else the victim after all."""
+        has_surplus = segment is not None and segment.last_surplus != NIL
+        if segment is not None and has_surplus and (victim is None or victim.rank > DORMANT):
+            self._reclaim(segment.last_surplus)
+        elif victim is not None:
+            self._evict(victim.row, cause)
+        else:
+            return False
+        return True
+
+    def _with_surplus(self, slot_bytes: int, near: Segment | None, now_us: int) -> Segment | None:
+        """The segment to take a surplus copy from: the parent's, else the one with the most."""
+        some = [
+            s
+            for s in self._placements.segments.values()
+            if s.last_surplus != NIL and s.accepts and s.capacity_bytes >= slot_bytes and s.spared_until_us <= now_us
+        ]
+        return near if near in some else max(some, key=_surplus, default=None)
+
     def _victim(self, slot_bytes: int, near: Segment | None, now_us: int) -> Candidate | None:
         firsts = {
             number: first
@@ -87,6 +123,10 @@ class Placer:
     def _nearly_as_old(self, own: Candidate, oldest: Candidate, now_us: int) -> bool:
         age_us = now_us - oldest.last_use_us
         return own.rank == oldest.rank and own.last_use_us - oldest.last_use_us <= self._age_slack * age_us
+
+
+def _surplus(segment: Segment) -> tuple[int, int]:
+    return segment.surplus_bytes, -segment.number
 
 
 def _emptiness(segment: Segment) -> tuple[float, int]:

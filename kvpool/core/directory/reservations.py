@@ -38,10 +38,14 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._open)
 
+    def next_number(self) -> int:
+        """A write token never given before."""
+        self._last_number += 1
+        return self._last_number
+
     def open(self, namespace: int, owner: str, deadline_us: int) -> Reservation:
         """A new, empty reservation with a number never used before."""
-        self._last_number += 1
-        reservation = Reservation(self._last_number, namespace, owner, deadline_us)
+        reservation = Reservation(self.next_number(), namespace, owner, deadline_us)
         self._open[reservation.number] = reservation
         heappush(self._deadlines, (deadline_us, reservation.number))
         return reservation

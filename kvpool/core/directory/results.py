@@ -117,6 +117,12 @@ class DirectoryStats:
     bad_blocks: int
     refused_blocks: int
     orders_pending: int
+    surplus_blocks: int
+    surplus_bytes: int
+    copies: int
+    copied_blocks: int
+    copied_bytes: int
+    reclaimed_copies: int
     lookups: int
     blocks_asked: int
     blocks_matched: int

@@ -17,12 +17,17 @@ class Segment:
     Attributes:
         number: The directory's short name for it; never reused while the directory lives.
         capacity_bytes: Bytes its slots may take.
-        used_bytes: Sum of the slots of its placements, reserved and committed.
+        used_bytes: Sum of the slots of its placements, reserved and committed, and of what is promised to copies.
         retired_bytes: What bad memory has taken off the capacity.
+        open: False once it is lost: it is emptied, and nothing else has to do with it.
         accepts: False while its node drains or is lost: nothing new is placed there.
         spared_until_us: Nothing is evicted before: leases that an earlier service gave may still run.
-        first: First row of its list of placements.
-        blocks: Length of that list.
+        first: First row of its list of primary placements.
+        first_surplus: First row of its list of surplus copies, the newest.
+        last_surplus: Its last row: the copy to give up first.
+        blocks: Length of both lists.
+        surplus_blocks: Surplus copies among them.
+        surplus_bytes: Sum of their slots.
     """
 
     number: int
@@ -31,10 +36,15 @@ class Segment:
     capacity_bytes: int
     used_bytes: int = 0
     retired_bytes: int = 0
+    open: bool = True
     accepts: bool = True
     spared_until_us: int = NEVER_US
     first: int = NIL
+    first_surplus: int = NIL
+    last_surplus: int = NIL
     blocks: int = 0
+    surplus_blocks: int = 0
+    surplus_bytes: int = 0
 
     @property
     def free_bytes(self) -> int:
@@ -50,7 +60,10 @@ class Segment:
 class Placements:
     """Which block lies where: keeps the two lists every placement is on, and the segments' accounts.
 
-    Every byte is accounted here and nowhere else, so `used_bytes` is the sum of the slots by construction.
+    Of the copies of one shard of a block the *last* in the block's list is the primary one, and the others, the newest
+    first, are surplus: they go first when room is needed. A segment keeps them on a list of their own, over the same
+    columns, so that a further copy costs its row and nothing else. Every byte is accounted here and nowhere else, so
+    `used_bytes` is the sum of the slots by construction.
     """
 
     def __init__(self, blocks: BlockTable) -> None:
@@ -58,6 +71,7 @@ class Placements:
         self.segments: dict[int, Segment] = {}
         self.capacity_bytes = 0
         self.used_bytes = 0
+        self.surplus_bytes = 0
         self._blocks = blocks
 
     def add_segment(self, segment: Segment) -> None:
@@ -66,25 +80,23 @@ class Placements:
         self.capacity_bytes += segment.capacity_bytes
 
     def remove_segment(self, segment: Segment) -> None:
-        """Close a segment whose placements are all gone."""
+        """Close a segment whose placements are all gone, and the promises with them."""
         assert segment.first == NIL
+        assert segment.first_surplus == NIL
+        assert segment.used_bytes == 0
         del self.segments[segment.number]
         self.capacity_bytes -= segment.capacity_bytes
 
     def add(self, block: int, shard: int, segment: Segment, slot_bytes: int) -> int:
-        """Reserve ``slot_bytes`` on ``segment`` for one shard of ``block``."""
-        rows = self.rows
+        """Reserve ``slot_bytes`` on ``segment`` for one shard of ``block``; a further copy of it is surplus."""
+        rows, head = self.rows, self._blocks.placement[block]
+        is_surplus = head != NIL and self.primary(block, shard) != NIL
         placement = rows.add(block, shard, segment.number)
-        head = self._blocks.placement[block]
         if head == NIL:
             self._blocks.home_segment[block] = segment.number
         rows.next[placement] = head
         self._blocks.placement[block] = placement
-        rows.segment_next[placement] = segment.first
-        rows.segment_previous[placement] = NIL
-        if segment.first != NIL:
-            rows.segment_previous[segment.first] = placement
-        segment.first = placement
+        self._push(placement, segment, slot_bytes, is_surplus=is_surplus)
         segment.blocks += 1
         segment.used_bytes += slot_bytes
         self.used_bytes += slot_bytes
@@ -142,21 +154,62 @@ class Placements:
         self.used_bytes += count * slot_bytes
 
     def remove(self, placement: int, slot_bytes: int) -> None:
-        """Take the placement off its block and its segment and give its bytes back."""
-        rows = self.rows
-        self._unlink_from_block(placement)
+        """Take the placement off its block and its segment and give its bytes back.
+
+        When it was the primary copy of its shard, the oldest surplus one takes over.
+        """
+        rows, block = self.rows, self.rows.block[placement]
         segment = self.segments[rows.segment[placement]]
-        before, after = rows.segment_previous[placement], rows.segment_next[placement]
-        if before == NIL:
-            segment.first = after
+        if self._blocks.placement[block] == placement and rows.next[placement] == NIL:  # nearly always
+            self._blocks.placement[block] = NIL
+            self._pull(placement, segment, slot_bytes, is_surplus=False)
         else:
-            rows.segment_next[before] = after
-        if after != NIL:
-            rows.segment_previous[after] = before
+            self._remove_one_of_several(placement, segment, slot_bytes)
         segment.blocks -= 1
         segment.used_bytes -= slot_bytes
         self.used_bytes -= slot_bytes
         rows.free(placement)
+
+    def make_primary(self, placement: int, slot_bytes: int) -> None:
+        """Let a surplus copy change places with the primary one of its shard."""
+        rows, block = self.rows, self.rows.block[placement]
+        former = self.primary(block, rows.shard[placement])
+        if former == placement:
+            return
+        self._unlink_from_block(placement)
+        rows.next[self._last(block)] = placement
+        rows.next[placement] = NIL
+        former_segment = self.segments[rows.segment[former]]
+        self._pull(former, former_segment, slot_bytes, is_surplus=False)
+        self._push(former, former_segment, slot_bytes, is_surplus=True)
+        self._promote(placement, slot_bytes)
+        self._settle_home(block)
+
+    def promise(self, segment: Segment, size_bytes: int) -> None:
+        """Account for bytes that will be used on ``segment``."""
+        segment.used_bytes += size_bytes
+        self.used_bytes += size_bytes
+
+    def withdraw(self, segment: Segment, size_bytes: int) -> None:
+        """Undo `promise`."""
+        segment.used_bytes -= size_bytes
+        self.used_bytes -= size_bytes
+
+    def primary(self, block: int, shard: int) -> int:
+        """The primary copy of ``shard`` of ``block``, or NIL."""
+        found = NIL
+        for placement in self.of_block(block):
+            if self.rows.shard[placement] == shard:
+                found = placement
+        return found
+
+    def is_surplus(self, placement: int) -> bool:
+        """Whether its block has an older copy of its shard."""
+        rows, shard = self.rows, self.rows.shard[placement]
+        following = rows.next[placement]
+        while following != NIL and rows.shard[following] != shard:
+            following = rows.next[following]
+        return following != NIL
 
     def of_block(self, block: int) -> Iterator[int]:
         """Placement rows of ``block``; safe against removal of the row just given."""
@@ -168,11 +221,12 @@ class Placements:
 
     def of_segment(self, segment: Segment) -> Iterator[int]:
         """Placement rows of ``segment``; safe against removal of the row just given."""
-        placement = segment.first
-        while placement != NIL:
-            following = self.rows.segment_next[placement]
-            yield placement
-            placement = following
+        for first in (segment.first, segment.first_surplus):
+            placement = first
+            while placement != NIL:
+                following = self.rows.segment_next[placement]
+                yield placement
+                placement = following
 
     def find(self, block: int, shard: int, segment: int) -> int:
         """The placement of ``shard`` of ``block`` on ``segment``, or NIL."""
@@ -191,6 +245,88 @@ class Placements:
             while rows.next[head] != placement:
                 head = rows.next[head]
             rows.next[head] = rows.next[placement]
-        remaining = self._blocks.placement[block]
-        if remaining != NIL:
-            self._blocks.home_segment[block] = rows.segment[remaining]
+
+    def check_integrity(self) -> None:
+        """Assert that each copy is on the list that it belongs on, and blocks wait where their last copy lies."""
+        assert self.surplus_bytes == sum(segment.surplus_bytes for segment in self.segments.values())
+        for segment in self.segments.values():
+            placements = list(self.of_segment(segment))
+            surplus = [placement for placement in placements if self.is_surplus(placement)]
+            assert len(surplus) == segment.surplus_blocks
+            assert bool(surplus) == bool(segment.surplus_bytes)
+            assert placements[len(placements) - len(surplus) :] == surplus, "surplus copies have their own list"
+            assert segment.last_surplus == (surplus[-1] if surplus else NIL)
+            assert all(self.rows.segment[placement] == segment.number for placement in placements)
+            for block in {self.rows.block[placement] for placement in placements}:
+                assert self._blocks.home_segment[block] == self.rows.segment[self._last(block)]
+
+    def _remove_one_of_several(self, placement: int, segment: Segment, slot_bytes: int) -> None:
+        block, is_surplus = self.rows.block[placement], self.is_surplus(placement)
+        heir = NIL if is_surplus else self._heir(placement)
+        self._unlink_from_block(placement)
+        self._pull(placement, segment, slot_bytes, is_surplus=is_surplus)
+        if heir != NIL:
+            self._promote(heir, slot_bytes)
+        self._settle_home(block)
+
+    def _heir(self, placement: int) -> int:
+        """The surplus copy that takes over from a primary one, or NIL."""
+        rows, heir = self.rows, NIL
+        for other in self.of_block(rows.block[placement]):
+            if other == placement:
+                break
+            if rows.shard[other] == rows.shard[placement]:
+                heir = other
+        return heir
+
+    def _last(self, block: int) -> int:
+        last = NIL
+        for placement in self.of_block(block):
+            last = placement
+        return last
+
+    def _settle_home(self, block: int) -> None:
+        """The block waits to be evicted where its oldest primary copy lies."""
+        self._blocks.home_segment[block] = self.rows.segment[self._last(block)]
+
+    def _promote(self, placement: int, slot_bytes: int) -> None:
+        segment = self.segments[self.rows.segment[placement]]
+        self._pull(placement, segment, slot_bytes, is_surplus=True)
+        self._push(placement, segment, slot_bytes, is_surplus=False)
+
+    def _push(self, placement: int, segment: Segment, slot_bytes: int, *, is_surplus: bool) -> None:
+        """Put the placement in front of one of its segment's lists."""
+        rows = self.rows
+        following = segment.first_surplus if is_surplus else segment.first
+        rows.segment_next[placement] = following
+        rows.segment_previous[placement] = NIL
+        if following != NIL:
+            rows.segment_previous[following] = placement
+        if not is_surplus:
+            segment.first = placement
+            return
+        segment.first_surplus = placement
+        segment.surplus_blocks += 1
+        segment.surplus_bytes += slot_bytes
+        self.surplus_bytes += slot_bytes
+        if following == NIL:
+            segment.last_surplus = placement
+
+    def _pull(self, placement: int, segment: Segment, slot_bytes: int, *, is_surplus: bool) -> None:
+        """Take the placement off its segment's list."""
+        rows = self.rows
+        before, after = rows.segment_previous[placement], rows.segment_next[placement]
+        if before != NIL:
+            rows.segment_next[before] = after
+        elif is_surplus:
+            segment.first_surplus = after
+        else:
+            segment.first = after
+        if after != NIL:
+            rows.segment_previous[after] = before
+        if is_surplus:
+            segment.surplus_blocks -= 1
+            segment.surplus_bytes -= slot_bytes
+            self.surplus_bytes -= slot_bytes
+            if after == NIL:
+                segment.last_surplus = before

@@ -1,10 +1,13 @@
 """The directory's state and the transitions that every operation is made of."""
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvpool.core.clock import Clock, microseconds
 from kvpool.core.directory.chains import Chains
+from kvpool.core.directory.copies import Copies, Copy
+from kvpool.core.directory.heat import Heat
 from kvpool.core.directory.leases import LeaseLedger
 from kvpool.core.directory.outbox import FreeSlot, Outbox
 from kvpool.core.directory.placing import Placer
@@ -34,6 +37,9 @@ class DirectoryConfig:
             leases on them that an earlier directory gave.
         epoch: Up to 31 bits that every reservation and lease number begins with: random ones make numbers that an
             earlier directory gave name nothing here.
+        replicas_max: Copies of a block that the pool makes by itself, the first one included; 1 for no others.
+        replica_read_rate: Reads of a block a second that bring it one further copy.
+        replica_budget: Share of what would be free on a segment without them that further copies may take.
     """
 
     policy: str = "lru"
@@ -43,6 +49,9 @@ class DirectoryConfig:
     tombstones: int = 65_536
     spare_s: float = 0.0
     epoch: int = 0
+    replicas_max: int = 2
+    replica_read_rate: float = 20.0
+    replica_budget: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +75,10 @@ class DirectoryState:
         self.leases = LeaseLedger(config.epoch << 32)
         self.chains = Chains(self.blocks, self.policy.changed, self.leases.move)
         self.placements = Placements(self.blocks)
-        self.placer = Placer(self.placements, self.policy, self.evict, config.age_slack)
+        self.placer = Placer(self.placements, self.policy, self.evict, self.reclaim, config.age_slack)
         self.reservations = Reservations(config.epoch << 32)
+        self.copies = Copies()
+        self.heat = Heat()
         self.tombstones = Tombstones(config.tombstones)
         self.outboxes: dict[str, Outbox] = {}
         self.namespaces: dict[bytes, NamespaceEntry] = {}
@@ -104,6 +115,32 @@ class DirectoryState:
         self.counts["evicted_bytes"] += self._slot_bytes(row) * sum(1 for _ in self.placements.of_block(row))
         self.remove_block(row, MissReason.EVICTED, cause)
 
+    def reclaim(self, placement: int) -> None:
+        """Give a surplus copy up; its block stays where its primary copy is.
+
+        Its slot is reusable at once, though a reader may be at it: what it reads then fails its checksum, and it turns
+        to another copy.
+        """
+        self.counts["reclaimed_copies"] += 1
+        row = self.placements.rows.block[placement]
+        self._order_free(placement, rest=False)
+        self.placements.remove(placement, self._slot_bytes(row))
+
+    def complete_shard(self, row: int) -> None:
+        """A lost shard has come back; the block wakes with its last one, if its parent is visible."""
+        self.blocks.missing_shards[row] -= 1
+        if self.blocks.missing_shards[row]:
+            # Its other shards come from other nodes' inventories, or never: kept, not matched, evicted first.
+            self.chains.doze(row)
+        else:
+            self.chains.complete(row)
+
+    def make_primary(self, placement: int) -> None:
+        """See `Placements.make_primary`; its block waits to be evicted there from now on."""
+        row = self.placements.rows.block[placement]
+        self.placements.make_primary(placement, self._slot_bytes(row))
+        self.policy.changed(row)
+
     def remove_block(self, row: int, reason: MissReason, cause: Cause | None = None) -> None:
         """Take the block out with all its placements, ordering their nodes to free the slots."""
         # A lease on a block below covers this one too.
@@ -132,6 +169,14 @@ class DirectoryState:
             self._bury(row, segment, reason, cause)
             self.policy.changed(row)
 
+    def give_up(self, copy: Copy, hashes: Iterable[bytes]) -> int:
+        """Blocks of ``copy`` that will not be fetched, or just were: take their promised bytes back; how many."""
+        given_up = [block_hash for block_hash in hashes if block_hash in copy.rows]
+        for block_hash in given_up:
+            self.copies.settle(copy, block_hash)
+        self.placements.withdraw(copy.destination, len(given_up) * copy.slot_bytes)
+        return len(given_up)
+
     def expire(self) -> None:
         """Free what abandoned reservations still hold, and forget leases that ran out."""
         now_us = self.now_us()
@@ -139,12 +184,16 @@ class DirectoryState:
             for row in list(reservation.rows):
                 self.counts["expired_blocks"] += 1
                 self.remove_block(row, MissReason.EXPIRED)
+        for copy in self.copies.due(now_us):
+            self.give_up(copy, list(copy.rows))
         self.leases.expire(now_us)
 
     def _forget(self, row: int, reason: MissReason, cause: Cause | None) -> None:
         if reason != MissReason.COLD:  # it found no room: why it left before still holds
             self._bury(row, self.blocks.home_segment[row], reason, cause)
         self.reservations.release(row)
+        for copy in self.copies.of_row(row):
+            self.give_up(copy, [self.blocks.hash[row]])
         self.chains.remove(row)
 
     def _bury(self, row: int, segment: int, reason: MissReason, cause: Cause | None) -> None:

@@ -49,8 +49,8 @@ def view(column: "array[int]") -> NDArray[Any]:
 class BlockTable:
     """Rows of block entries. Links (`parent`, children, siblings, `placement`) are row numbers or NIL.
 
-    `home_segment` is the segment of the first placement: where the block waits to be evicted. `held_until_us` covers
-    leases; pins are few and kept apart, so that unpinning one leaves the leases as they were.
+    `home_segment` is that of the last placement, a primary one: where the block waits to be evicted. `held_until_us`
+    covers leases; pins are few and kept apart, so that unpinning one leaves the leases as they were.
     """
 
     def __init__(self) -> None:

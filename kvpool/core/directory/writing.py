@@ -1,6 +1,7 @@
 """Writing through the directory: reserve, commit, abort."""
 
 from kvpool.core.clock import microseconds
+from kvpool.core.directory import copying
 from kvpool.core.directory.chains import Index
 from kvpool.core.directory.lookup import visible_prefix
 from kvpool.core.directory.results import CommitStatus, ReserveResult, Share, Want
@@ -52,6 +53,9 @@ def commit(
     state: DirectoryState, reservation_number: int, segment_id: bytes, written: list[Committed]
 ) -> list[CommitStatus]:
     """See `Directory.commit`."""
+    copy = state.copies.get(reservation_number)
+    if copy is not None:
+        return copying.commit(state, copy, segment_id, written)
     reservation = state.reservations.get(reservation_number)
     segment = state.segments_by_id.get(segment_id)
     if reservation is None or segment is None:
@@ -80,6 +84,9 @@ def commit(
 
 def abort(state: DirectoryState, reservation_number: int, hashes: list[bytes] | None, *, crowded: bool) -> int:
     """See `Directory.abort`."""
+    copy = state.copies.get(reservation_number)
+    if copy is not None:
+        return state.give_up(copy, list(copy.rows) if hashes is None else hashes)
     reservation = state.reservations.get(reservation_number)
     if reservation is None:
         return 0
@@ -105,10 +112,8 @@ def _make_hole(state: DirectoryState, segment: int, slot_bytes: int) -> None:
         return
     goal_bytes = state.placements.segments[segment].used_bytes - HOLE_FACTOR * slot_bytes
     while state.placements.segments[segment].used_bytes > goal_bytes:
-        victim = state.policy.first(segment, state.now_us())
-        if victim is None:
+        if not state.placer.make_room_on(state.placements.segments[segment], state.now_us()):
             return
-        state.evict(victim.row, Cause.SCATTERED)
 
 
 class _Writer:

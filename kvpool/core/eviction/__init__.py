@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from kvpool.core.directory.table import BlockTable
 from kvpool.core.errors import SettingsError
-from kvpool.core.eviction.base import Candidate, EvictionPolicy
+from kvpool.core.eviction.base import DORMANT, VISIBLE, Candidate, EvictionPolicy
 from kvpool.core.eviction.leaf_lru import LeafLru
 
-__all__ = ["POLICIES", "Candidate", "EvictionPolicy", "LeafLru", "create_policy"]
+__all__ = ["DORMANT", "POLICIES", "VISIBLE", "Candidate", "EvictionPolicy", "LeafLru", "create_policy"]
 
 POLICIES: dict[str, Callable[[BlockTable], EvictionPolicy]] = {"lru": LeafLru}
 

@@ -2,12 +2,15 @@
 
 from typing import NamedTuple, Protocol
 
+DORMANT, VISIBLE = 0, 1
+"""Ranks: what nobody can match goes first."""
+
 
 class Candidate(NamedTuple):
     """The block a segment would give up first. Candidates of different segments compare: the smaller goes first."""
 
     rank: int
-    """0 for dormant blocks, which nobody can match; 1 for visible ones."""
+    """DORMANT or VISIBLE."""
     last_use_us: int
     row: int
 

@@ -8,11 +8,10 @@ an eviction O(log n) amortised. A row's entry counts only if it carries the time
 from heapq import heappop, heappush
 
 from kvpool.core.directory.table import NEVER_US, NIL, BlockState, BlockTable
-from kvpool.core.eviction.base import Candidate
+from kvpool.core.eviction.base import DORMANT, VISIBLE, Candidate
 
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
-DORMANT, VISIBLE = 0, 1
 
 
 class _Queues:

@@ -1,0 +1,47 @@
+"""Segments of nodes that went: closed at once, and emptied in slices while others have the lock in between."""
+
+import threading
+import time
+
+from kvpool.core.directory import Directory
+from kvpool.core.members import Member
+
+LOSS_BLOCKS = 512
+LOSS_PAUSE_S = 0.001
+"""A lost segment is dropped so many blocks at a time, with pauses: who lets a lock go and takes it again at once keeps
+out those who wait for it."""
+
+
+class Losses:
+    """What is being lost.
+
+    Args:
+        directory: Guarded by ``lock``.
+        lock: The service's.
+
+    Attributes:
+        pending: Set when there is more to drop than the first slice.
+    """
+
+    def __init__(self, directory: Directory, lock: threading.Lock) -> None:
+        self.pending = threading.Event()
+        self._directory = directory
+        self._lock = lock
+
+    def begin(self, member: Member) -> None:
+        """Close the segments of a member whose session is over, and drop the first slice; the caller holds the lock."""
+        # As many as it has opened: the others may be of another node.
+        for segment, _ in zip(member.segments, member.numbers, strict=False):
+            self._directory.lose_segment(segment.segment_id)
+        member.numbers.clear()
+        if self._directory.drop_lost(LOSS_BLOCKS):
+            self.pending.set()
+
+    def finish(self) -> None:
+        """Drop what is left."""
+        while self._drop():
+            time.sleep(LOSS_PAUSE_S)
+
+    def _drop(self) -> int:
+        with self._lock:
+            return self._directory.drop_lost(LOSS_BLOCKS)

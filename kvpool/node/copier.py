@@ -1,0 +1,155 @@
+"""Fetches blocks from other nodes when the metadata service orders it, and commits them like a writer.
+
+Bytes go from the source straight into the slots here, by the transports that clients use. They are accepted by the
+checksum that the directory has for the source, compared over these slots; the checksum they are committed with is
+another one, since it is bound to the generations here.
+"""
+
+import queue
+import threading
+from collections.abc import Sequence
+from operator import methodcaller
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.core.directory.table import NO_SLOT
+from kvpool.core.errors import KvpoolError, ProtocolError
+from kvpool.core.grants import Grant
+from kvpool.core.keys import select_hashes
+from kvpool.node.link import MetaLink
+from kvpool.node.store import NodeStore, Receiving
+from kvpool.ops.logging import get_logger
+from kvpool.transport import ReadBatch, ReadStatus, Transport, WriteStatus, open_best
+from kvpool.transport.blocks import Blocks
+from kvpool.transport.copying import checksum
+from kvpool.transport.deadline import Deadline
+from kvpool.transport.once import OpenOnce
+from kvpool.v1 import membership_pb2
+
+SCHEMES = ("inproc", "shm", "tcp")
+STREAMS = 2
+
+FETCH_TIMEOUT_S = 10.0
+"""Time for one order; a source that does not answer holds up the orders behind it no longer."""
+
+OWNER = 1 << 65
+"""Names the copier as a writer, apart from connections and from writers over gRPC."""
+
+Number = TypeVar("Number", np.uint32, np.uint64)
+
+log = get_logger(__name__)
+
+
+class Copier:
+    """Carries orders out one after the other, on a thread of its own.
+
+    Args:
+        store: Where to.
+        link: The metadata service, to give up what cannot be fetched.
+        node_id: Who is calling.
+    """
+
+    def __init__(self, store: NodeStore, link: MetaLink, node_id: str) -> None:
+        self._store = store
+        self._link = link
+        self._principal = f"node:{node_id}"
+        self._orders: queue.SimpleQueue[membership_pb2.FetchBlocks | None] = queue.SimpleQueue()
+        self._transports: OpenOnce[int, Transport] = OpenOnce("the node's copier", methodcaller("close"))
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvpool-copier", daemon=True)
+        self._thread.start()
+
+    def put(self, order: membership_pb2.FetchBlocks) -> None:
+        """Carry ``order`` out after those before it."""
+        self._orders.put(order)
+
+    def stop(self) -> None:
+        """Drop what was not begun, and wait for what was."""
+        self._stopping.set()
+        self._orders.put(None)
+        self._transports.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            if self._stopping.is_set():
+                continue
+            try:
+                self._carry_out(order)
+            except KvpoolError as error:  # of an older session, draining, out of reach: nothing was promised for long
+                log.info("fetch_refused", source=order.source_node_id, error=str(error))
+
+    def _carry_out(self, order: membership_pb2.FetchBlocks) -> None:
+        grant = self._store.open_grant(order.grant)
+        if not len(order.slot) == len(order.generation) == len(order.checksum) == grant.count:
+            raise ProtocolError(f"an order to fetch {grant.count} blocks from {len(order.slot)} slots; give one each")
+        try:
+            fetched = self._fetch(order, grant)
+        finally:
+            self._store.drop_owner(OWNER)
+            self._link.abort(grant.reservation, [])  # what was committed is not in it any more
+        log.info("blocks_fetched", source=order.source_node_id, blocks=fetched, of=grant.count)
+
+    def _fetch(self, order: membership_pb2.FetchBlocks, grant: Grant) -> int:
+        """Read and commit the blocks of one order; how many were committed."""
+        deadline = Deadline(min(FETCH_TIMEOUT_S, grant.ttl_ms / 1000))
+        transport = self._transport(order, deadline)
+        slots, generations = self._store.prepare(order.grant, OWNER)
+        opened = np.flatnonzero(slots != NO_SLOT)
+        places = self._store.begin_receive(slots[opened], generations[opened], OWNER)
+        sound = [False] * len(places)
+        try:
+            sound = self._read(transport, order, grant, opened.tolist(), places, deadline)
+            checksums = [checksum([p.view], p.seed) if p and s else 0 for p, s in zip(places, sound, strict=True)]
+        finally:
+            self._store.end_receive([(p, s) for p, s in zip(places, sound, strict=True) if p is not None])
+        good = np.array(sound, np.bool_)
+        where = (grant.segment_id, grant.reservation, OWNER)
+        written = (slots[opened][good], generations[opened][good], np.array(checksums, np.uint64)[good])
+        return self._store.commit_slots(*where, *written).count(WriteStatus.COMMITTED) if good.any() else 0
+
+    def _read(
+        self,
+        transport: Transport,
+        order: membership_pb2.FetchBlocks,
+        grant: Grant,
+        blocks: list[int],
+        places: list[Receiving | None],
+        deadline: Deadline,
+    ) -> list[bool]:
+        """Read ``blocks`` of the order into their places; which of these hold the right bytes now."""
+        here = [i for i, place in enumerate(places) if place is not None]
+        sound = [False] * len(places)
+        if not here:
+            return sound
+        chosen = [blocks[i] for i in here]
+        batch = ReadBatch(
+            segment_id=order.source_segment_id,
+            namespace_seed=int.from_bytes(grant.namespace[:8], "little"),
+            block_bytes=grant.block_bytes,
+            shard=grant.shard,
+            hashes=select_hashes(grant.hashes, chosen),
+            slots=_column(order.slot, np.uint32, chosen),
+            generations=_column(order.generation, np.uint64, chosen),
+            checksums=_column(order.checksum, np.uint64, chosen),
+            destinations=Blocks(grant.block_bytes, pieces=[[place.view] for place in places if place is not None]),
+        )
+        statuses = transport.read(batch, deadline)
+        for i, status in zip(here, statuses, strict=True):
+            sound[i] = status == ReadStatus.OK
+        if ReadStatus.FAILED in statuses:
+            self._transports.drop(order.source_incarnation)
+        return sound
+
+    def _transport(self, order: membership_pb2.FetchBlocks, deadline: Deadline) -> Transport:
+        def open_source() -> Transport:
+            who = (self._principal, order.source_incarnation, STREAMS)
+            return open_best(order.source_node_id, list(order.source_endpoints), SCHEMES, *who, deadline)
+
+        return self._transports.get(order.source_incarnation, open_source, deadline)
+
+
+def _column(values: Sequence[int], dtype: type[Number], chosen: list[int]) -> NDArray[Number]:
+    return np.array(values, dtype)[chosen]
