@@ -145,9 +145,11 @@ class DirectoryModel:
         self.forget_pins()
 
     def expire(self) -> None:
-        """The directory freed what abandoned reservations still held."""
+        """The directory freed what abandoned reservations still held, and forgot the pins on it."""
         for write in self.open:
             if write.deadline_us <= self.now_us():
+                for block_hash in write.in_flight:  # it may be there again, reserved anew
+                    self.pins.pop((write.namespace.id, block_hash), None)
                 write.pending = set()
         self.forget_pins()
 
