@@ -299,7 +299,7 @@ class DirectoryModel:
         is_open = self.directory.copy(copy.number) is copy
         expected = [
             CommitStatus.COMMITTED
-            if is_open and h in copy.rows and self.holds(segment, h, copy.shard) is None
+            if is_open and h in copy.rows and self.holds(segment, namespace, h, copy.shard) is None
             else CommitStatus.STALE
             for h in hashes
         ]
@@ -327,9 +327,10 @@ class DirectoryModel:
 
     # What the nodes hold
 
-    def holds(self, segment: FakeSegment, block_hash: bytes, shard: int) -> HeldSlot | None:
+    def holds(self, segment: FakeSegment, namespace: Namespace, block_hash: bytes, shard: int) -> HeldSlot | None:
         """The segment's slot of a block, as far as the directory knows."""
-        return next((s for s in self.live(segment) if (s.hash, s.shard) == (block_hash, shard)), None)
+        wanted = (namespace, block_hash, shard)
+        return next((s for s in self.live(segment) if (s.namespace, s.hash, s.shard) == wanted), None)
 
     def ordered(self, segment: FakeSegment) -> set[tuple[int, int]]:
         """(slot, generation) that unacknowledged orders free."""
