@@ -262,8 +262,13 @@ class MetaService:
             return orders
 
     def fetch(self, member: Member, copy_number: int) -> membership_pb2.FetchBlocks | None:
-        """What tells ``member`` to fetch the blocks of a copy; None when that has ended, or its source is gone."""
+        """What tells ``member`` to fetch the blocks of a copy; None when that has ended, or its source is gone.
+
+        Raises:
+            UnavailableError: The session is over.
+        """
         with self._lock:
+            self._check_session(member)
             copy = self._directory.copy(copy_number)
             if copy is None or copy.destination.node_id != member.node_id:
                 return None

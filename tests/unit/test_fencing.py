@@ -1,5 +1,6 @@
 """Who speaks for an ended session or another incarnation is refused; every call that changes something is fenced."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvpool.core.errors import ProtocolError, UnavailableError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.members import MemberSegment, MemberState
 from kvpool.meta.framed import MetaSession
+from kvpool.meta.moving import DrainState
 from kvpool.meta.service import MetaService
 from kvpool.node.serving import DataSession
 from kvpool.ops.settings import MetaSettings
@@ -47,6 +49,7 @@ CALLS = {
     "ready": lambda service, member: service.ready(member),
     "draining": lambda service, member: service.draining(member),
     "orders": lambda service, member: service.wait_for_orders(member, 0, 0.0),
+    "fetch": lambda service, member: service.fetch(member, 1),
 }
 
 
@@ -126,6 +129,28 @@ def test_an_inventory_leaves_out_what_is_being_committed(node, store):
     node.write()
     assert len(store.inventory()) == 1
     assert node.visible() == 1
+
+
+def test_an_order_to_fetch_is_for_the_session_that_it_was_sent_to(node, store):
+    _, grant = node.reserve()
+    store.open_grant(grant)
+    store.session = dataclasses.replace(store.session, session=store.session.session + 1)
+
+    with pytest.raises(ProtocolError, match="another session"):
+        store.open_grant(grant)
+
+
+def test_a_drain_ends_with_the_session_of_its_node(service):
+    member = join(service)
+    reserve(service, chain(1))
+    service.mover.drain("n0", 60.0, stay=False)
+
+    again = join(service)
+    service.tick()
+
+    assert service.mover.progress("n0").state == DrainState.LOST
+    assert again.mode == (False, False)
+    assert (member.leaves, again.state) == (False, MemberState.READY)
 
 
 def handled_by(session):
