@@ -1,0 +1,72 @@
+"""What must hold when everything is mended and every time-out has passed."""
+
+from kvpool.core.directory import BlockState
+from kvpool.core.members import MemberState
+from kvpool.core.slots import SlotState
+
+
+def check_quiescent(cluster, fates):
+    """What is left that should not be; sentences."""
+    service = cluster.meta.service
+    service.check_integrity()
+    found = _check_service(service, cluster)
+    placed = _placements(service._directory)
+    for node in cluster.nodes:
+        node.slots.check_integrity()
+        found += _check_node(node, {where: what for (id_, *where), what in placed.items() if id_ == node.memory.segment_id
+                                    for where in [tuple(where)]})
+    return found
+
+
+def _check_service(service, cluster):
+    stats, found = service._directory.stats(), []
+    for name in ("reservations", "leases", "leased_bytes", "orders_pending"):
+        if getattr(stats, name):
+            found.append(f"the directory still has {getattr(stats, name)} {name}")
+    if service.status().recovery.active:
+        found.append("the service is still recovering")
+    states = {member.node_id: member.state for member in service._members}
+    found += [f"{n.name} is {states.get(n.name)}" for n in cluster.nodes if states.get(n.name) != MemberState.READY]
+    state = service._directory._state
+    flying = [h.hex()[:8] for index in state.chains.indexes for h, row in index.items()
+              if state.blocks.state[row] == BlockState.IN_FLIGHT]
+    return found + ([f"blocks are still in flight: {flying}"] if flying else [])
+
+
+def _placements(directory):
+    """(segment id, slot) -> (hash, shard, generation, checksum) of everything the directory names."""
+    state = directory._state
+    rows, placed = state.placements.rows, {}
+    for index in state.chains.indexes:
+        for block_hash, row in index.items():
+            for p in state.placements.of_block(row):
+                segment = state.placements.segments[rows.segment[p]]
+                place = (segment.segment_id, rows.slot[p])
+                assert place not in placed, f"two placements in one slot: {place}"
+                placed[place] = (block_hash, rows.shard[p], rows.generation[p], rows.checksum[p])
+    return placed
+
+
+def _check_node(node, placed):
+    found = []
+    for slot in node.slots:
+        if slot.state != SlotState.COMMITTED or slot.pins or slot.doomed:
+            found.append(f"{node.name} has a slot left over: {slot}")
+    headers = node.store.inventory()
+    held = {}
+    for page, record in zip(headers.pages.tolist(), headers.records, strict=True):
+        held[(page,)] = (record["hash"].tobytes(), int(record["shard"]), int(record["generation"]),
+                         int(record["checksum"]))
+    committed = {(slot.page,): slot.generation for slot in node.slots if slot.state == SlotState.COMMITTED}
+    if {where: what[2] for where, what in held.items()} != committed:
+        found.append(f"{node.name}: headers and slots disagree")
+    for where, what in placed.items():
+        if held.get(where) != what:
+            found.append(f"the directory names {node.name} {where} {_show(what)}, there is {_show(held.get(where))}")
+    for where in held.keys() - placed.keys():
+        found.append(f"{node.name} keeps {where} {_show(held[where])}, which the directory does not name")
+    return found
+
+
+def _show(what):
+    return what and f"{what[0].hex()[:8]}/{what[1]} generation {what[2]}"

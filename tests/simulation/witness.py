@@ -1,0 +1,54 @@
+"""What is seen from inside while a schedule runs: commits as they happen, and whether the state machines hold."""
+
+from kvpool.core.directory import CommitStatus
+from kvpool.core.directory.table import NIL, NO_SLOT
+from kvpool.core.limits import PAGE_BYTES
+from kvpool.testing.history import Commit
+
+from .scheduler import current
+from .workload import NAMESPACE_OF, identify, key_of
+
+
+class Witness:
+    """Records commits in the history; the service calls the real directory through it."""
+
+    def __init__(self, history):
+        self.history = history
+        self.cluster = None
+        self.violations = []
+        self.commits = 0
+
+    def service(self, service):
+        """Watch the directory of ``service``."""
+        directory = service._directory
+        commit = directory.commit
+
+        def watched(reservation, segment_id, written):
+            copies = {i: _committed_copies(directory, h, shard) for i, (h, shard, *_) in enumerate(written)}
+            statuses = commit(reservation, segment_id, written)
+            for i, status in enumerate(statuses):
+                if status == CommitStatus.COMMITTED:
+                    self._committed(segment_id, written[i], copies[i])
+            return statuses
+
+        directory.commit = watched
+
+    def _committed(self, segment_id, written, copies):
+        block_hash, shard, slot, _, _ = written
+        if copies:
+            self.violations.append(f"{block_hash.hex()[:8]}/{shard} was committed beside another copy")
+        namespace = NAMESPACE_OF[block_hash]
+        payload = self.cluster.node_of_segment(segment_id).memory.payload
+        start = slot * PAGE_BYTES
+        attempt = identify(block_hash, shard, payload[start : start + namespace.block_bytes])
+        self.history.add(Commit(key_of(block_hash, shard), attempt, current().now_s))
+        self.commits += 1
+
+
+def _committed_copies(directory, block_hash, shard):
+    state = directory._state
+    entry = state.namespaces.get(NAMESPACE_OF[block_hash].id)
+    row = state.chains.indexes[entry.number].get(block_hash, NIL) if entry else NIL
+    rows = state.placements.rows
+    placements = state.placements.of_block(row) if row != NIL else ()
+    return sum(rows.shard[p] == shard and rows.slot[p] != NO_SLOT for p in placements)
