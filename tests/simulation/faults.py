@@ -149,7 +149,7 @@ class Fates:
         self.scheduler.pause(old)
         meta.start()
         for end in list(old.sockets):
-            if end.keepalive or self.rng.random() < 0.5:
+            if end.pings or self.rng.random() < 0.5:
                 self.scheduler.at(self.rng.random(), network.reset, end)
         self.scheduler.at(self.rng.random() * 8, self.scheduler.resume, old)
 

@@ -18,7 +18,7 @@ from .scheduler import current
 from .shims import COPY_BYTES
 
 KEEPALIVE_S = 4.0
-"""gRPC gives a silent peer up after so long (40 s in earnest)."""
+"""A peer that is silent for so long is given up: by TCP's keep-alive, and by gRPC's pings (a minute in earnest)."""
 
 RETRANSMIT_S = 0.3
 END = object()
@@ -62,11 +62,11 @@ class Wire:
 class Socket:
     """One end of a connection; as much of `socket.socket` as the framed protocol looks at."""
 
-    def __init__(self, network, process, family, *, keepalive=False):
+    def __init__(self, network, process, family, *, pings=False):
         self.network = network
         self.process = process
         self.family = family
-        self.keepalive = keepalive
+        self.pings = pings
         self.inbox = deque()
         self.wire = None
         self.reader = None
@@ -147,12 +147,15 @@ class Network:
                 raise UnavailableError(f"{name} did not answer in time")
             scheduler.sleep(min(timeout_s, RETRANSMIT_S))
             timeout_s -= RETRANSMIT_S
-        scheduler.sleep(2 * self._delay_s())
+        delay_s = 2 * self._delay_s()
+        scheduler.sleep(min(delay_s, timeout_s))
         server, serve = self.servers[name]
+        if delay_s > timeout_s:
+            raise UnavailableError(f"{name} did not answer in time")
         if not server.alive:
             raise UnavailableError(f"{name} refuses connections")
-        near = Socket(self, client, family, keepalive=kind == "grpc")
-        far = Socket(self, server, family, keepalive=kind == "grpc")
+        near = Socket(self, client, family, pings=kind == "grpc")
+        far = Socket(self, server, family, pings=kind == "grpc")
         near.wire, far.wire = Wire(near, far), Wire(far, near)
         scheduler.spawn(server, serve, far, kind)
         return near
@@ -167,8 +170,7 @@ class Network:
             if chance < weather.dead:
                 self._count("dead")
                 wire.dead = True
-                if wire.source.keepalive:
-                    self.scheduler.at(KEEPALIVE_S, self.reset, wire.source)
+                self.scheduler.at(KEEPALIVE_S, self.reset, wire.source)
                 return
             if chance < weather.dead + weather.reset:
                 self._count("reset")
@@ -199,7 +201,7 @@ class Network:
 
         def give_up():
             if process.paused and process.paused_at_s <= self.scheduler.now_s - KEEPALIVE_S:
-                for end in [end for end in process.sockets if end.keepalive]:
+                for end in [end for end in process.sockets if end.pings]:
                     self.reset(end)
 
         self.scheduler.at(KEEPALIVE_S, give_up)
@@ -209,10 +211,9 @@ class Network:
         for end in list(process.sockets):
             if not silent:
                 self.scheduler.at(self._delay_s(), self.reset, end)
-            elif end.keepalive:
-                self.scheduler.at(KEEPALIVE_S, self.reset, end)
             else:
                 end.wire.dead = end.peer.wire.dead = True
+                self.scheduler.at(KEEPALIVE_S, self.reset, end)
 
     def forget(self, process):
         """The host of a process that died in silence is back: it answers old connections with resets."""
@@ -259,7 +260,7 @@ class Network:
         if (source, target) not in self.cuts:
             return
         for process, _ in self.servers.values():
-            for end in [end for end in process.sockets if end.keepalive]:
+            for end in list(process.sockets):
                 if {end.process.host, end.peer.process.host} == {source, target}:
                     self.reset(end)
 

@@ -130,7 +130,9 @@ class Scheduler:
         if self.over:
             raise GreenletExit
         if chance < STALL_RATE and self.stalls:
+            began_s = self.now_s
             self.block(self.rng.random() * STALL_S)
+            self.task.process.paused_s += self.now_s - began_s
         elif chance < 0.5:
             self.block(self.rng.random() * 0.002)
 
