@@ -169,9 +169,11 @@ class Connection:
         self.uri = uri
         self._correlation = 0
         self._posted: deque[int] = deque()
+        until_s = time.monotonic() + timeout_s
         self._framed = FramedSocket(_dial(uri, timeout_s))
         try:
-            self.welcome = self.call(Hello(PROTOCOL_VERSION, principal), Welcome, timeout_s)
+            left_s = max(0.0, until_s - time.monotonic())
+            self.welcome = self.call(Hello(PROTOCOL_VERSION, principal), Welcome, left_s)
             if self.welcome.version != PROTOCOL_VERSION:
                 raise ProtocolError(f"{uri} speaks version {self.welcome.version}, this client {PROTOCOL_VERSION}")
         except BaseException:
@@ -197,7 +199,7 @@ class Connection:
             KvpoolError: What the peer answered instead; the connection stays usable.
         """
         self.post(request, timeout_s, payload)
-        return self.collect(reply_type, timeout_s)
+        return self.collect(reply_type, max(0.0, self._framed.until_s - time.monotonic()))
 
     def post(self, request: Message, timeout_s: float, payload: Buffers = ()) -> None:
         """Send ``request`` only; its reply is collected later, in the order of posting. Raises as `call`."""
