@@ -151,6 +151,7 @@ class Control:
         if welcome.incarnation != self._meta_incarnation:
             # Another service numbers its orders anew.
             self._meta_incarnation, self._orders_applied = welcome.incarnation, 0
+        self._store.in_doubt = False
         session = NodeSession(welcome.incarnation, welcome.session, welcome.grant_key)
         self._link.follow(session)
         self._store.session = session
@@ -195,6 +196,10 @@ class Control:
     def _beat(self, interval_s: float, ended: threading.Event) -> None:
         while not ended.wait(interval_s):
             self._store.expire()
+            if self._store.in_doubt and self._call is not None:
+                log.warning("commit_unanswered", node=self._node_id)
+                self._call.cancel()  # type: ignore[no-untyped-call]
+                return
             heartbeat = membership_pb2.Heartbeat(orders_applied=self._orders_applied)
             self._out.put(membership_pb2.FromNode(heartbeat=heartbeat))
 

@@ -96,6 +96,8 @@ class NodeStore:
         self.incarnation = incarnation
         self.session: NodeSession | None = None
         self.draining = False
+        self.in_doubt = False
+        """Whether the directory may name slots that are free here: it never answered a commit."""
         self._headers = headers
         self._slots = slots
         self._book = book
@@ -303,7 +305,9 @@ class NodeStore:
         try:
             answers = self._link.commit(self.segment.segment_id, reservation, headers)
         except KvpoolError:
-            # The directory may or may not have heard: keep nothing that it might not know of.
+            # The directory may or may not have heard, or hear yet: keep nothing that it might not know of, and let
+            # the control loop begin a new session, which outdates the commit and tells anew what is here.
+            self.in_doubt = True
             self._counters["commits_failed"] += len(headers)
             self.free_headers(headers)
             return np.full(len(headers), WriteStatus.FAILED, np.uint8)
