@@ -302,18 +302,21 @@ class NodeStore:
         return headers
 
     def _commit(self, reservation: int, headers: SlotHeaders) -> NDArray[np.uint8]:
+        session = self.session
         try:
             answers = self._link.commit(self.segment.segment_id, reservation, headers)
         except KvpoolError:
-            # The directory may or may not have heard, or hear yet: keep nothing that it might not know of, and let
-            # the control loop begin a new session, which outdates the commit and tells anew what is here.
-            self.in_doubt = True
             self._counters["commits_failed"] += len(headers)
-            self.free_headers(headers)
+            if self.session is session:
+                # The directory may or may not have heard, or hear yet: keep nothing that it might not know of, and let
+                # the control loop begin a new session, which outdates the commit and tells anew what is here.
+                self.in_doubt = True
+                self.free_headers(headers)
             return np.full(len(headers), WriteStatus.FAILED, np.uint8)
         stale = answers != CommitStatus.COMMITTED
-        if stale.any():
+        if stale.any() and self.session is session:
             self.free_headers(headers.select(stale))
+        # Otherwise the next session's inventory has named these slots, or will: its directory decides.
         self._counters["committed"] += len(headers) - int(stale.sum())
         return np.where(stale, np.uint8(WriteStatus.STALE), np.uint8(WriteStatus.COMMITTED))
 

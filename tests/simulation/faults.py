@@ -158,6 +158,8 @@ class Fates:
 
     def _partition(self):
         hosts = self._hosts()
+        if len(hosts) < 2:
+            return
         aside = set(self.rng.sample(hosts, self.rng.randint(1, len(hosts) - 1)))
         for source in hosts:
             for target in hosts:
@@ -166,7 +168,10 @@ class Fates:
         self._soon(self.cluster.network.heal)
 
     def _one_way(self):
-        source, target = self.rng.sample(self._hosts(), 2)
+        hosts = self._hosts()
+        if len(hosts) < 2:
+            return
+        source, target = self.rng.sample(hosts, 2)
         self.cluster.network.cut(source, target)
         self.scheduler.at(self.rng.random() * 8, self.cluster.network.heal)
 

@@ -28,21 +28,30 @@ class Witness:
             statuses = commit(reservation, segment_id, written)
             for i, status in enumerate(statuses):
                 if status == CommitStatus.COMMITTED:
-                    self._committed(segment_id, written[i], copies[i])
+                    block_hash, shard, slot, _, _ = written[i]
+                    self._committed(segment_id, block_hash, shard, slot)
+                    self.commits += 1
+                    if copies[i]:
+                        self.violations.append(f"{block_hash.hex()[:8]}/{shard} was committed beside another copy")
             return statuses
 
         directory.commit = watched
+        announce = directory.announce
 
-    def _committed(self, segment_id, written, copies):
-        block_hash, shard, slot, _, _ = written
-        if copies:
-            self.violations.append(f"{block_hash.hex()[:8]}/{shard} was committed beside another copy")
+        def watched_announce(segment_id, namespace_id, part):
+            wanted = announce(segment_id, namespace_id, part)
+            for i in wanted.nonzero()[0].tolist():
+                self._committed(segment_id, part.hashes[i], int(part.shards[i]), int(part.slots[i]))
+            return wanted
+
+        directory.announce = watched_announce
+
+    def _committed(self, segment_id, block_hash, shard, slot):
         namespace = NAMESPACE_OF[block_hash]
         payload = self.cluster.node_of_segment(segment_id).memory.payload
         start = slot * PAGE_BYTES
         attempt = identify(block_hash, shard, payload[start : start + namespace.block_bytes])
         self.history.add(Commit(key_of(block_hash, shard), attempt, current().now_s))
-        self.commits += 1
 
 
 def _committed_copies(directory, block_hash, shard):

@@ -4,6 +4,7 @@ from itertools import product
 
 import numpy as np
 
+from kvpool.core.directory import MissReason
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.keys import chain_hashes
 from kvpool.core.limits import HASH_BYTES
@@ -143,8 +144,9 @@ class Engine:
         until_s = current().now_s + lease_s
         shard = self.rng.randrange(keyspace.namespace.shards)
         reasons = self._load(keyspace, hashes[: matched.blocks], 0, shard)
-        if matched.lease and current().now_s < until_s and any(reasons):
-            self.missed_in_lease.append((current().now_s, [reason for reason in reasons if reason]))
+        missed = [reason for reason in reasons if reason not in {None, MissReason.OVER_DEADLINE}]
+        if matched.lease and current().now_s < until_s and missed:
+            self.missed_in_lease.append((current().now_s, missed))
         if matched.lease and self.rng.random() < 0.7:
             self._timed("release", keyspace.release, matched)
 
