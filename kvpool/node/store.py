@@ -179,6 +179,8 @@ class NodeStore:
                 if slot is not None and slot.reservation == reservation:
                     self._slots.commit(slot)
                     sealed.append(i)
+                else:
+                    self._slots.finish(page, generation, owner)
             headers = self._headers.commit(slots[sealed], checksums[sealed])
         if sealed:
             statuses[sealed] = self._commit(reservation, headers)

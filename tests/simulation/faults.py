@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import SlotState
 
 from .memory import records_of
 from .network import Weather
 
 FAULTS = ("crash_meta", "crash_node", "crash_client", "pause_meta", "pause_node", "pause_client", "replace_meta",
-          "partition", "one_way", "flip_bit", "loss")
+          "partition", "one_way", "flip_bit", "loss", "break_stream")
 
 
 @dataclass
@@ -19,11 +20,16 @@ class Plan:
 
     weather: Weather
     faults: list
+    stall_rate: float = 0.01
+
+    @property
+    def calm(self):
+        return not self.faults and self.weather.calm
 
 
 def draw_plan(rng, length_s):
-    """A plan for ``length_s`` seconds: one schedule in eight is calm."""
-    if rng.random() < 0.125:
+    """A plan for ``length_s`` seconds: one schedule in seven is calm."""
+    if rng.random() < 0.15:
         return Plan(Weather(delay_s=rng.choice((0.001, 0.02))), [])
     weather = Weather(
         delay_s=rng.choice((0.001, 0.01, 0.05)),
@@ -35,7 +41,7 @@ def draw_plan(rng, length_s):
     )
     kinds = rng.sample(FAULTS, rng.randint(0, 3))
     faults = sorted((rng.random() * length_s, kind) for kind in kinds for _ in range(rng.randint(1, 2)))
-    return Plan(weather, faults)
+    return Plan(weather, faults, rng.choice((0.005, 0.03, 0.1)))
 
 
 class Fates:
@@ -52,13 +58,18 @@ class Fates:
         for at_s, kind in plan.faults:
             self.scheduler.at(at_s, self._strike, kind)
 
+    @property
+    def spoiled(self):
+        """Whether committed bytes may be other ones: a bit was flipped, or a writer outlived its node's quarantine."""
+        return bool(self.flips or self.counts.get("crash_node"))
+
     def mend(self):
         """Heal the network, continue and restart everything; no client comes back."""
         self._mended = True
         network = self.cluster.network
         network.heal()
         network.weather = Weather()
-        self.scheduler.stalls = False
+        self.scheduler.stall_rate = 0.0
         for process in self._processes():
             if process.paused:
                 self.scheduler.resume(process)
@@ -175,10 +186,21 @@ class Fates:
         self.cluster.network.cut(source, target)
         self.scheduler.at(self.rng.random() * 8, self.cluster.network.heal)
 
+    def _break_stream(self):
+        """A node's control stream breaks, and nothing else."""
+        node = self.rng.choice(self.cluster.nodes)
+        for end in [end for end in node.process.sockets if end.pings]:
+            self.cluster.network.reset(end)
+
     def _flip_bit(self):
-        memory = self.rng.choice(self.cluster.nodes).memory
-        memory.payload[self.rng.randrange(memory.size_bytes)] ^= 1 << self.rng.randrange(8)
-        self.flips += 1
+        """Bits of some committed blocks turn round."""
+        node = self.rng.choice(self.cluster.nodes)
+        records = records_of(node.memory)
+        for page in np.flatnonzero(records["state"] == SlotState.COMMITTED).tolist():
+            if self.rng.random() < 0.5:
+                byte = page * PAGE_BYTES + self.rng.randrange(int(records["length"][page]))
+                node.memory.payload[byte] ^= 1 << self.rng.randrange(8)
+                self.flips += 1
 
     def _loss(self):
         """A bad half second: half of everything is late."""

@@ -1,8 +1,12 @@
 """What must hold when everything is mended and every time-out has passed."""
 
+from kvpool.core.checksum import block_seeds, payload_checksum
 from kvpool.core.directory import BlockState
+from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.members import MemberState
 from kvpool.core.slots import SlotState
+
+from .workload import NAMESPACE_OF
 
 
 def check_quiescent(cluster, fates):
@@ -13,8 +17,10 @@ def check_quiescent(cluster, fates):
     placed = _placements(service._directory)
     for node in cluster.nodes:
         node.slots.check_integrity()
-        found += _check_node(node, {where: what for (id_, *where), what in placed.items() if id_ == node.memory.segment_id
-                                    for where in [tuple(where)]})
+        mine = {slot: what for (segment_id, slot), what in placed.items() if segment_id == node.memory.segment_id}
+        found += _check_node(node, mine)
+        if not fates.spoiled:
+            found += _check_payloads(node, mine)
     return found
 
 
@@ -55,9 +61,9 @@ def _check_node(node, placed):
     headers = node.store.inventory()
     held = {}
     for page, record in zip(headers.pages.tolist(), headers.records, strict=True):
-        held[(page,)] = (record["hash"].tobytes(), int(record["shard"]), int(record["generation"]),
+        held[page] = (record["hash"].tobytes(), int(record["shard"]), int(record["generation"]),
                          int(record["checksum"]))
-    committed = {(slot.page,): slot.generation for slot in node.slots if slot.state == SlotState.COMMITTED}
+    committed = {slot.page: slot.generation for slot in node.slots if slot.state == SlotState.COMMITTED}
     if {where: what[2] for where, what in held.items()} != committed:
         found.append(f"{node.name}: headers and slots disagree")
     for where, what in placed.items():
@@ -65,6 +71,18 @@ def _check_node(node, placed):
             found.append(f"the directory names {node.name} {where} {_show(what)}, there is {_show(held.get(where))}")
     for where in held.keys() - placed.keys():
         found.append(f"{node.name} keeps {where} {_show(held[where])}, which the directory does not name")
+    return found
+
+
+def _check_payloads(node, placed):
+    """Without bit flips and restarts, every slot has the bytes that its checksum is of."""
+    found = []
+    for slot, what in placed.items():
+        block_hash, shard, generation, checksum = what
+        namespace, start = NAMESPACE_OF[block_hash], slot * PAGE_BYTES
+        [seed] = block_seeds(namespace.seed, block_hash, shard, [generation], namespace.block_bytes)
+        if payload_checksum(node.memory.payload[start : start + namespace.block_bytes].data, seed) != checksum:
+            found.append(f"{node.name} slot {slot} has other bytes than those of {_show(what)}")
     return found
 
 

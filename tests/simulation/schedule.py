@@ -2,6 +2,7 @@
 
 import itertools
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
@@ -46,29 +47,31 @@ class Outcome:
     loaded: int = 0
     hits: int = 0
     faults: dict = field(default_factory=dict)
+    events: Counter = field(default_factory=Counter)
 
 
-def run_schedule(seed):
-    """Run the schedule of ``seed``."""
+def run_schedule(seed, *, validate=False):
+    """Run the schedule of ``seed``; ``validate`` checks the state machines after every change of what is stored."""
     with simulated(QUARANTINE_S), wired(), Scheduler(seed) as scheduler:
-        return _Schedule(scheduler).run()
+        return _Schedule(scheduler, validate).run()
 
 
 class _Schedule:
-    def __init__(self, scheduler):
+    def __init__(self, scheduler, validate):
         self.scheduler = scheduler
         rng = self.rng = scheduler.rng
         self.history = History()
-        self.witness = Witness(self.history)
+        self.witness = Witness(self.history, validate)
         self.plan = draw_plan(rng, LENGTH_S)
-        self.calm = not self.plan.faults and self.plan.weather.calm
+        scheduler.stall_rate = self.plan.stall_rate
         network = Network(scheduler, self.plan.weather)
         cluster = self.cluster = Cluster(scheduler, network, self.witness, SETTINGS)
         self.witness.cluster = cluster
-        cluster.nodes = [Node(cluster, i, rng.randint(4, 8)) for i in range(rng.randint(1, 3))]
-        hosts = [node.host for node in cluster.nodes] + ["engine-host"]
-        cluster.clients = [ClientHost(cluster, i, rng.choice(hosts), 1.0) for i in range(rng.randint(1, 3))]
+        cluster.nodes = [Node(cluster, i, rng.randint(3, 6)) for i in range(rng.randint(1, 3))]
+        hosts = [node.host for node in cluster.nodes] * 2 + ["engine-host"]
+        cluster.clients = [ClientHost(cluster, i, rng.choice(hosts), 1.0) for i in range(rng.randint(1, 4))]
         self.attempts = itertools.count(1)
+        self.put_share = rng.choice((0.3, 0.5, 0.7))
         self.engines = []
 
     def run(self):
@@ -88,7 +91,7 @@ class _Schedule:
             fates = None
             violations = [traceback.format_exc()]
         violations += self.witness.violations + self.history.violations()
-        if self.calm:
+        if self.plan.calm:
             violations += [f"calm, yet missed under a lease: {m}" for e in self.engines for m in e.missed_in_lease]
         return Outcome(
             seed=scheduler.seed,
@@ -99,13 +102,29 @@ class _Schedule:
             loaded=sum(engine.loaded for engine in self.engines),
             hits=sum(engine.hits for engine in self.engines),
             faults={**(fates.counts if fates else {}), **cluster.network.counts},
+            events=self.events(),
         )
+
+    def events(self):
+        """How often what makes schedules interesting happened, as far as the last processes know."""
+        events = Counter()
+        for node in self.cluster.nodes:
+            if node.store is not None:
+                events.update(node.store.stats().counters)
+        directory = self.cluster.meta.service._directory.stats()
+        events.update(evicted=directory.evicted_blocks, expired=directory.expired_blocks, bad=directory.bad_blocks)
+        for engine in self.engines:
+            if engine.client is not None:
+                events.update(engine.client.stats().misses)
+                events["unverified"] += engine.client.stats().verify_failures
+                events.update({f"loaded_{name}": b for name, b in engine.client.stats().loaded_bytes.items()})
+        return events
 
     def start_client(self, client):
         rng = Random(self.rng.getrandbits(64))
 
         def work(connected):
-            engine = Engine(self.history, rng, client.process, rng.randint(4, 10), self.attempts, 0.8)
+            engine = Engine(self.history, rng, client.process, rng.randint(6, 16), self.attempts, self.put_share)
             self.engines.append(engine)
             engine.run(connected)
 

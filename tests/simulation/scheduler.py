@@ -11,8 +11,7 @@ from random import Random
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-STALL_RATE = 0.02
-STALL_S = 1.0
+STALL_S = 6.0
 """A task is now and then kept off the processor for up to so long, in the middle of what it does."""
 
 _current: "Scheduler | None" = None
@@ -73,7 +72,7 @@ class Scheduler:
         self.now_s = 1_000.0
         self.steps = 0
         self.over = False
-        self.stalls = True
+        self.stall_rate = 0.0
         self.task = None
         self._due = []
         self._count = 0
@@ -129,9 +128,9 @@ class Scheduler:
         chance = self.rng.random()
         if self.over:
             raise GreenletExit
-        if chance < STALL_RATE and self.stalls:
+        if chance < self.stall_rate:
             began_s = self.now_s
-            self.block(self.rng.random() * STALL_S)
+            self.block(self.rng.random() ** 3 * STALL_S)
             self.task.process.paused_s += self.now_s - began_s
         elif chance < 0.5:
             self.block(self.rng.random() * 0.002)

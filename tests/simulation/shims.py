@@ -147,6 +147,7 @@ class SteppingNumpy:
 
     @staticmethod
     def copyto(destination, source):
+        current().step()
         np.copyto(destination, source)
         current().step()
 

@@ -12,7 +12,8 @@ from .workload import NAMESPACE_OF, identify, key_of
 class Witness:
     """Records commits in the history; the service calls the real directory through it."""
 
-    def __init__(self, history):
+    def __init__(self, history, validate):
+        self.validate = validate
         self.history = history
         self.cluster = None
         self.violations = []
@@ -33,6 +34,7 @@ class Witness:
                     self.commits += 1
                     if copies[i]:
                         self.violations.append(f"{block_hash.hex()[:8]}/{shard} was committed beside another copy")
+            self._check(directory)
             return statuses
 
         directory.commit = watched
@@ -42,9 +44,17 @@ class Witness:
             wanted = announce(segment_id, namespace_id, part)
             for i in wanted.nonzero()[0].tolist():
                 self._committed(segment_id, part.hashes[i], int(part.shards[i]), int(part.slots[i]))
+            self._check(directory)
             return wanted
 
         directory.announce = watched_announce
+
+    def _check(self, directory):
+        if self.validate:
+            directory.check_integrity()
+            for node in self.cluster.nodes:
+                if node.slots is not None:
+                    node.slots.check_integrity()
 
     def _committed(self, segment_id, block_hash, shard, slot):
         namespace = NAMESPACE_OF[block_hash]

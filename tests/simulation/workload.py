@@ -20,7 +20,8 @@ SHARDED = Namespace(model="sharded", block_tokens=1, block_bytes=2 * COPY_BYTES,
 NAMESPACES = (SMALL, LARGE, SHARDED)
 """Blocks of one page, of two, and of two shards."""
 
-DEPTH = 4
+THINK_S = 0.7
+DEPTH = 3
 CHAINS = {
     namespace.id: [
         chain_hashes(tokens, 1, parent=namespace.id)
@@ -57,18 +58,20 @@ class Engine:
         process: Its process, whose pauses extend deadlines.
         calls: How many.
         attempts: Numbers for puts, unique in the schedule.
+        put_share: Part of its calls that put.
     """
 
-    def __init__(self, history, rng, process, calls, attempts, think_s):
+    def __init__(self, history, rng, process, calls, attempts, put_share):
         self.history = history
         self.rng = rng
         self.process = process
         self.calls = calls
         self.attempts = attempts
-        self.think_s = think_s
+        self.put_share = put_share
         self.hits = 0
         self.loaded = 0
         self.missed_in_lease = []
+        self.client = None
 
     def run(self, client):
         """All calls, one after the other."""
@@ -76,7 +79,7 @@ class Engine:
         keyspaces = {}
         scheduler = current()
         for _ in range(self.calls):
-            scheduler.sleep(self.rng.random() * self.think_s)
+            scheduler.sleep(self.rng.random() * THINK_S)
             namespace = self.rng.choices(NAMESPACES, (6, 2, 2))[0]
             if namespace.id not in keyspaces:
                 try:
@@ -87,9 +90,9 @@ class Engine:
 
     def _one_call(self, keyspace, hashes):
         chance = self.rng.random()
-        if chance < 0.45:
+        if chance < self.put_share:
             self._put(keyspace, hashes)
-        elif chance < 0.9:
+        elif chance < 0.95:
             self._get(keyspace, hashes)
         else:
             self._load(keyspace, hashes, 0, self.rng.randrange(keyspace.namespace.shards))
@@ -143,6 +146,7 @@ class Engine:
         self.hits += matched.blocks
         until_s = current().now_s + lease_s
         shard = self.rng.randrange(keyspace.namespace.shards)
+        current().sleep(self.rng.random() * 0.8 * lease_s)
         reasons = self._load(keyspace, hashes[: matched.blocks], 0, shard)
         missed = [reason for reason in reasons if reason not in {None, MissReason.OVER_DEADLINE}]
         if matched.lease and current().now_s < until_s and missed:
