@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 
-.PHONY: setup demo test lint unit property integration bench clean
+.PHONY: setup demo test lint unit property simulation integration bench clean
 
 setup: .venv/.ready
 
@@ -23,7 +23,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-unit property integration: setup
+unit property simulation integration: setup
 	$(PYTEST) tests/$@
 
 bench: setup

@@ -69,7 +69,7 @@ class Node:
         self.name = f"node-{number}"
         self.host = f"host-{number}"
         self.memory = Memory(self.name.encode().ljust(16, b"."), pages)
-        self.numbers = itertools.count()
+        self.starts = 0
         self.process = None
         self.store = None
         self.slots = None
@@ -78,7 +78,8 @@ class Node:
     def start(self):
         """Start a process over what the one before left."""
         scheduler = self.cluster.scheduler
-        self.process = Process(f"{self.name}.{next(self.numbers)}", self.host)
+        self.process = Process(f"{self.name}.{self.starts}", self.host)
+        self.starts += 1
         scheduler.spawn(self.process, self._start)
 
     def _start(self):
@@ -124,7 +125,7 @@ class Cluster:
     def __init__(self, scheduler, network, watch, settings):
         self.scheduler = scheduler
         self.network = scheduler.network = network
-        self.watch = watch
+        self.watch = scheduler.watch = watch
         self.meta = Meta(self, settings)
         self.nodes = []
         self.clients = []

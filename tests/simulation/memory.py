@@ -17,6 +17,7 @@ class Memory:
         self.pages = pages
         self.size_bytes = pages * PAGE_BYTES
         self.payload = np.zeros(self.size_bytes, np.uint8)
+        self.address = self.payload.__array_interface__["data"][0]
         self.headers = bytearray(header_file_bytes(pages))
         self.documents = {}
 

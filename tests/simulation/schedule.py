@@ -71,6 +71,7 @@ class _Schedule:
         hosts = [node.host for node in cluster.nodes] * 2 + ["engine-host"]
         cluster.clients = [ClientHost(cluster, i, rng.choice(hosts), 1.0) for i in range(rng.randint(1, 4))]
         self.attempts = itertools.count(1)
+        self.ends_s = scheduler.now_s + LENGTH_S
         self.put_share = rng.choice((0.3, 0.5, 0.7))
         self.engines = []
 
@@ -83,7 +84,7 @@ class _Schedule:
             for client in cluster.clients:
                 scheduler.at(self.rng.random() * 2, self.start_client, client)
             fates = Fates(cluster, self.plan, self.start_client)
-            scheduler.run(scheduler.now_s + LENGTH_S)
+            scheduler.run(self.ends_s)
             fates.mend()
             scheduler.run(scheduler.now_s + REST_S)
             violations = check_quiescent(cluster, fates)
@@ -124,7 +125,8 @@ class _Schedule:
         rng = Random(self.rng.getrandbits(64))
 
         def work(connected):
-            engine = Engine(self.history, rng, client.process, rng.randint(6, 16), self.attempts, self.put_share)
+            calls = rng.randint(6, 16)
+            engine = Engine(self.history, rng, client.process, calls, self.attempts, self.put_share, self.ends_s)
             self.engines.append(engine)
             engine.run(connected)
 

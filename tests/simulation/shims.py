@@ -140,16 +140,18 @@ class Time:
 
 
 class SteppingNumpy:
-    """numpy for `copying`: after each piece that is copied others may come in between."""
+    """numpy for `copying`: before and after each piece that is copied others may come in between."""
 
     def __getattr__(self, name):
         return getattr(np, name)
 
     @staticmethod
     def copyto(destination, source):
-        current().step()
+        scheduler = current()
+        scheduler.step()
         np.copyto(destination, source)
-        current().step()
+        scheduler.watch.copied(destination)
+        scheduler.step()
 
 
 class Silence:

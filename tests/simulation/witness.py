@@ -3,6 +3,7 @@
 from kvpool.core.directory import CommitStatus
 from kvpool.core.directory.table import NIL, NO_SLOT
 from kvpool.core.limits import PAGE_BYTES
+from kvpool.core.slots import SlotState
 from kvpool.testing.history import Commit
 
 from .scheduler import current
@@ -48,6 +49,17 @@ class Witness:
             return wanted
 
         directory.announce = watched_announce
+
+    def copied(self, destination):
+        """A client copied a piece to ``destination``; into a node's memory only while it may write there."""
+        address = destination.__array_interface__["data"][0]
+        for node in self.cluster.nodes:
+            offset = address - node.memory.address
+            if 0 <= offset < node.memory.size_bytes and node.starts == 1:
+                page = offset // PAGE_BYTES
+                holder = next((slot for slot in node.slots if slot.page <= page < slot.page + slot.pages), None)
+                if holder is None or holder.state == SlotState.COMMITTED:
+                    self.violations.append(f"{current().task.process} wrote into {node.name} page {page}: {holder}")
 
     def _check(self, directory):
         if self.validate:

@@ -7,7 +7,6 @@ import numpy as np
 from kvpool.core.directory import MissReason
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.keys import chain_hashes
-from kvpool.core.limits import HASH_BYTES
 from kvpool.core.namespace import Namespace
 from kvpool.testing.history import Call, Get, Put, find_attempt, make_payload
 
@@ -59,15 +58,17 @@ class Engine:
         calls: How many.
         attempts: Numbers for puts, unique in the schedule.
         put_share: Part of its calls that put.
+        until_s: When it makes no more calls.
     """
 
-    def __init__(self, history, rng, process, calls, attempts, put_share):
+    def __init__(self, history, rng, process, calls, attempts, put_share, until_s):
         self.history = history
         self.rng = rng
         self.process = process
         self.calls = calls
         self.attempts = attempts
         self.put_share = put_share
+        self.until_s = until_s
         self.hits = 0
         self.loaded = 0
         self.missed_in_lease = []
@@ -80,6 +81,8 @@ class Engine:
         scheduler = current()
         for _ in range(self.calls):
             scheduler.sleep(self.rng.random() * THINK_S)
+            if scheduler.now_s >= self.until_s:
+                return
             namespace = self.rng.choices(NAMESPACES, (6, 2, 2))[0]
             if namespace.id not in keyspaces:
                 try:
@@ -99,7 +102,7 @@ class Engine:
 
     def _timed(self, what, call, *args, **options):
         """Make the call, and record when it began and ended."""
-        timeout_s = options.setdefault("timeout_s", self.rng.choice((0.3, 1.0, 3.0)))
+        timeout_s = options.setdefault("timeout_s", self.rng.choice((0.3, 1.0, 3.0, 6.0)))
         began_s, paused_s, record = current().now_s, self.process.paused_s, None
         try:
             return call(*args, **options)
@@ -168,5 +171,3 @@ class Engine:
                 self.loaded += 1
         return result.reasons
 
-
-assert HASH_BYTES == 32
