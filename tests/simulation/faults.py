@@ -10,8 +10,20 @@ from kvpool.core.slots import SlotState
 from .memory import records_of
 from .network import Weather
 
-FAULTS = ("crash_meta", "crash_node", "crash_client", "pause_meta", "pause_node", "pause_client", "replace_meta",
-          "partition", "one_way", "flip_bit", "loss", "break_stream")
+FAULTS = (
+    "crash_meta",
+    "crash_node",
+    "crash_client",
+    "pause_meta",
+    "pause_node",
+    "pause_client",
+    "replace_meta",
+    "partition",
+    "one_way",
+    "flip_bit",
+    "loss",
+    "break_stream",
+)
 
 
 @dataclass

@@ -25,17 +25,20 @@ def check_quiescent(cluster, fates):
 
 
 def _check_service(service, cluster):
-    stats, found = service._directory.stats(), []
-    for name in ("reservations", "leases", "leased_bytes", "orders_pending"):
-        if getattr(stats, name):
-            found.append(f"the directory still has {getattr(stats, name)} {name}")
+    stats = service._directory.stats()
+    left = {name: getattr(stats, name) for name in ("reservations", "leases", "leased_bytes", "orders_pending")}
+    found = [f"the directory still has {count} {name}" for name, count in left.items() if count]
     if service.status().recovery.active:
         found.append("the service is still recovering")
     states = {member.node_id: member.state for member in service._members}
     found += [f"{n.name} is {states.get(n.name)}" for n in cluster.nodes if states.get(n.name) != MemberState.READY]
     state = service._directory._state
-    flying = [h.hex()[:8] for index in state.chains.indexes for h, row in index.items()
-              if state.blocks.state[row] == BlockState.IN_FLIGHT]
+    flying = [
+        h.hex()[:8]
+        for index in state.chains.indexes
+        for h, row in index.items()
+        if state.blocks.state[row] == BlockState.IN_FLIGHT
+    ]
     return found + ([f"blocks are still in flight: {flying}"] if flying else [])
 
 
@@ -54,24 +57,25 @@ def _placements(directory):
 
 
 def _check_node(node, placed):
-    found = []
-    for slot in node.slots:
-        if slot.state != SlotState.COMMITTED or slot.pins or slot.doomed:
-            found.append(f"{node.name} has a slot left over: {slot}")
+    left = [slot for slot in node.slots if slot.state != SlotState.COMMITTED or slot.pins or slot.doomed]
+    found = [f"{node.name} has a slot left over: {slot}" for slot in left]
     headers = node.store.inventory()
     held = {}
     for page, record in zip(headers.pages.tolist(), headers.records, strict=True):
-        held[page] = (record["hash"].tobytes(), int(record["shard"]), int(record["generation"]),
-                         int(record["checksum"]))
+        held[page] = (
+            record["hash"].tobytes(),
+            int(record["shard"]),
+            int(record["generation"]),
+            int(record["checksum"]),
+        )
     committed = {slot.page: slot.generation for slot in node.slots if slot.state == SlotState.COMMITTED}
     if {where: what[2] for where, what in held.items()} != committed:
         found.append(f"{node.name}: headers and slots disagree")
     for where, what in placed.items():
         if held.get(where) != what:
             found.append(f"the directory names {node.name} {where} {_show(what)}, there is {_show(held.get(where))}")
-    for where in held.keys() - placed.keys():
-        found.append(f"{node.name} keeps {where} {_show(held[where])}, which the directory does not name")
-    return found
+    unknown = sorted(held.keys() - placed.keys())
+    return found + [f"{node.name} keeps {w} {_show(held[w])}, which the directory does not name" for w in unknown]
 
 
 def _check_payloads(node, placed):

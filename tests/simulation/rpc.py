@@ -141,7 +141,7 @@ class Stream:
             _send(self._sock, request)
 
 
-class _Aborted(Exception):
+class _AbortedError(Exception):
     pass
 
 
@@ -157,7 +157,7 @@ class Context:
 
     def abort(self, code, details):
         self.status = Status(code, details)
-        raise _Aborted
+        raise _AbortedError
 
     def peer(self):
         return "simulated"
@@ -184,7 +184,7 @@ def _answer(sock, call, servicers):
             return
         for message in method(_requests(sock), context):
             _send(sock, message)
-    except _Aborted:
+    except _AbortedError:
         pass
     except SimRpcError:
         return  # the caller went before it had said anything; gRPC logs that

@@ -169,7 +169,14 @@ def short_rest(seconds):
 def _replacements(quarantine_s):
     service, control, wire = kvpool.meta.service, kvpool.node.control, kvpool.transport.wire
     logging = [service, kvpool.meta.membership, control, kvpool.node.link, kvpool.node.server, wire.server]
-    timing = [service, kvpool.meta.server, kvpool.client.meta, kvpool.client.nodes, kvpool.node.server, kvpool.transport.deadline]
+    timing = [
+        service,
+        kvpool.meta.server,
+        kvpool.client.meta,
+        kvpool.client.nodes,
+        kvpool.node.server,
+        kvpool.transport.deadline,
+    ]
     threads = [service, kvpool.meta.membership, control]
     return [
         *((module, "log", Silence()) for module in logging),

@@ -24,7 +24,6 @@ for seed in range(6):
 @pytest.mark.skipif(SEED is None, reason="no KVPOOL_SIM_SEED given")
 def test_the_schedule_that_was_asked_for(tmp_path):
     outcome = run_schedule(int(SEED), validate=True)
-    print(f"steps {outcome.steps}, commits {outcome.commits}, blocks loaded {outcome.loaded}, faults {outcome.faults}")
     check(outcome, tmp_path)
 
 

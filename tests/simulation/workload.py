@@ -170,4 +170,3 @@ class Engine:
                 self.history.add(Get(key_of(block_hash, shard), attempt, began_s, current().now_s))
                 self.loaded += 1
         return result.reasons
-

@@ -99,7 +99,7 @@ def test_only_its_own_writer_can_say_so(node, store, prepared, clock):
 
 
 def test_one_that_is_still_being_received_is_free_after_its_last_byte(node, store, prepared, clock):
-    reservation, slots, generations = prepared
+    _, slots, generations = prepared
     received = store.begin_receive(slots, generations, WRITER)
     clock.advance(node.service.settings.reservation_ttl_s)
     store.expire()
