@@ -16,6 +16,8 @@ from kvpool.transport.base import ReadStatus
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.wire.connection import Connection
 
+from .network import Network
+
 
 def _believing(read):
     """A reader that takes what arrives for what it asked for."""
@@ -140,6 +142,11 @@ def half_written_connections_are_kept():
     return [(Connection, "close", close_unless_writing)]
 
 
+def silent_hosts_are_never_noticed():
+    notice = Network._notice_silence
+    return [(Network, "_notice_silence", lambda self, end: notice(self, end) if end.pings else None)]
+
+
 def late_commits_leave_their_slots():
     return [(Slots, "finish", lambda self, page, generation, owner: None)]
 
@@ -195,6 +202,7 @@ MUTATIONS = [
     deadlines_begin_anew,
     greeting_has_a_time_of_its_own,
     half_written_connections_are_kept,
+    silent_hosts_are_never_noticed,
     late_commits_leave_their_slots,
     unanswered_commits_are_forgotten,
     outdated_answers_free_slots,

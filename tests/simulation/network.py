@@ -170,7 +170,7 @@ class Network:
             if chance < weather.dead:
                 self._count("dead")
                 wire.dead = True
-                self.scheduler.at(KEEPALIVE_S, self.reset, wire.source)
+                self._notice_silence(wire.source)
                 return
             if chance < weather.dead + weather.reset:
                 self._count("reset")
@@ -213,7 +213,7 @@ class Network:
                 self.scheduler.at(self._delay_s(), self.reset, end)
             else:
                 end.wire.dead = end.peer.wire.dead = True
-                self.scheduler.at(KEEPALIVE_S, self.reset, end)
+                self._notice_silence(end)
 
     def forget(self, process):
         """The host of a process that died in silence is back: it answers old connections with resets."""
@@ -255,6 +255,9 @@ class Network:
         far.inbox += [copy]
         self.scheduler.spawn(server, self.servers[name][1], far, "framed")
         self.scheduler.at(0.5, near.close)
+
+    def _notice_silence(self, end):
+        self.scheduler.at(KEEPALIVE_S, self.reset, end)
 
     def _lose_silent(self, source, target):
         if (source, target) not in self.cuts:
