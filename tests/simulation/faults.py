@@ -128,7 +128,7 @@ class Fates:
     def _crash_node(self):
         node = self.rng.choice(self.cluster.nodes)
         self._crash(node)
-        if self.rng.random() < 0.3:
+        if not node.process.alive and self.rng.random() < 0.3:
             self._tear_header(node)
 
     def _crash(self, owner):

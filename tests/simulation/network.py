@@ -247,10 +247,14 @@ class Network:
         if name is None:
             return
         copy = Frame(frame.message, frame.correlation, frame.payload)
-        self.scheduler.at(self.rng.random() * 3, self._deliver_again, server, name, near, far, copy)
+        self.scheduler.at(self.rng.random() * 3, self._deliver_again, frame, wire.target, name, near, far, copy)
 
-    def _deliver_again(self, server, name, near, far, copy):
+    def _deliver_again(self, frame, first, name, near, far, copy):
+        server = first.process
         if not server.alive or self.servers[name][0] is not server:
+            return
+        if any(waiting is frame for waiting in first.inbox):  # never before the first was served
+            self.scheduler.at(1.0, self._deliver_again, frame, first, name, near, far, copy)
             return
         far.inbox += [copy]
         self.scheduler.spawn(server, self.servers[name][1], far, "framed")

@@ -27,7 +27,6 @@ from kvpool.transport.wire.messages import (
     encode,
 )
 
-
 TCP_TIMES = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
 
 
