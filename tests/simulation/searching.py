@@ -8,7 +8,7 @@ import pytest
 from .schedule import run_schedule
 
 SCHEDULES = 10_000
-CHUNKS = 40
+CHUNKS = 100
 """Parts of a run, each one test: workers share them."""
 
 SEED = os.environ.get("KVPOOL_SIM_SEED")
