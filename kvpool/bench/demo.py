@@ -230,7 +230,8 @@ def _pool(settings: DemoSettings) -> Iterator[str]:
         memory = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="kvpool-demo-", dir=load_settings().node.segment_dir)
         )
-        meta = stack.enter_context(RoleProcess("meta", {"grpc-port": 0, "framed-port": 0}, folder / "meta.log"))
+        options: dict[str, object] = {"grpc-port": 0, "framed-port": 0, "expected-nodes": settings.nodes}
+        meta = stack.enter_context(RoleProcess("meta", options, folder / "meta.log"))
         uri = str(meta.ready()["uri"])
         nodes = []
         for i in range(settings.nodes):

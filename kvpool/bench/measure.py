@@ -62,7 +62,9 @@ def pool_processes(node_bytes: int | None, *, meta_unix: bool = False, **meta: o
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-")))
-        options = {"grpc_port": 0, "framed_port": 0, **({"unix_socket": folder / "meta.sock"} if meta_unix else {})}
+        options: dict[str, object] = {"grpc_port": 0, "framed_port": 0, "expected_nodes": 1}
+        if meta_unix:
+            options["unix_socket"] = folder / "meta.sock"
         service = stack.enter_context(RoleProcess("meta", _flags({**options, **meta}), folder / "meta.log"))
         ready = service.ready()
         pids = [service.pid]

@@ -19,7 +19,7 @@ import msgspec
 
 import kvpool
 from kvpool.bench.hollow import CHAIN_BLOCKS, NAMESPACE, chain, serve, write_headers
-from kvpool.bench.measure import at_least, child, heard, rounded, segment_folder
+from kvpool.bench.measure import at_least, child, cpu_s, heard, rounded, segment_folder
 from kvpool.bench.process import RoleProcess
 from kvpool.core.errors import UnavailableError
 
@@ -35,11 +35,20 @@ _WATCH_S = 0.002
 
 
 class RecoveryRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="recovery"):
-    """Seconds until the pool was whole again after ``what``, and the slowest look-up meanwhile."""
+    """Seconds until the pool was whole again after ``what``.
+
+    Attributes:
+        what: The fault.
+        blocks: Blocks of the node.
+        seconds: Wall time.
+        cpu_s: CPU seconds that service and node used for it: what the wall time comes to where nobody else computes.
+        lookup_max_ms: The slowest look-up meanwhile.
+    """
 
     what: str
     blocks: int
     seconds: float
+    cpu_s: float
     lookup_max_ms: float
 
 
@@ -59,6 +68,7 @@ class _Scene:
         self._blocks = blocks
         self._stack = ExitStack()
         self._starts = 0
+        self._used_before_s = 0.0
         self._ports: dict[str, int] = {"grpc-port": 0, "framed-port": 0}
 
     def __enter__(self) -> Self:
@@ -84,7 +94,7 @@ class _Scene:
         self._meta.stop()
         self._watch.pause(AWAY_S)
         self._meta = self._start_meta(self._stack)
-        began_s = self._watch.begin()
+        began_s = self._begin()
         self._until(lambda: self._keyspace.match(chain(0)).reason != kvpool.MissReason.NODE_DOWN)
         yield self._row("reconnect", began_s)
         self._until(self._is_whole)
@@ -94,15 +104,15 @@ class _Scene:
         """A killed node starts again: its blocks are found, announced and matched."""
         self._kill_node()
         self._until(self._is_empty)
-        began_s = self._watch.begin()
+        began_s = self._begin()
         self._start_node(self._stack)
         self._until(self._is_whole)
         return self._row("node_restart", began_s)
 
     def lose_node(self) -> RecoveryRow:
         """A killed node stays away: its entries are gone."""
-        began_s = self._watch.begin()
         self._kill_node()
+        began_s = self._begin()
         self._until(self._is_empty)
         return self._row("node_loss", began_s)
 
@@ -127,8 +137,22 @@ class _Scene:
     def _row(self, what: str, began_s: float) -> RecoveryRow:
         seconds = time.perf_counter() - began_s
         return RecoveryRow(
-            what=what, blocks=self._blocks, seconds=rounded(seconds), lookup_max_ms=rounded(self._watch.slowest_s * 1e3)
+            what=what,
+            blocks=self._blocks,
+            seconds=rounded(seconds),
+            cpu_s=rounded(self._used_s() - self._used_before_s),
+            lookup_max_ms=rounded(self._watch.slowest_s * 1e3),
         )
+
+    def _begin(self) -> float:
+        """What follows counts; the time now."""
+        self._used_before_s = self._used_s()
+        return self._watch.begin()
+
+    def _used_s(self) -> float:
+        """CPU seconds of both processes, as far as they live."""
+        node = (self._node.pid,) if self._node.poll() is None else ()
+        return cpu_s((self._meta.pid, *node))
 
     def _is_whole(self) -> bool:
         return self._counted() == self._blocks and self._keyspace.match(chain(0)).blocks == CHAIN_BLOCKS

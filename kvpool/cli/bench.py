@@ -2,19 +2,24 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
 
 from kvpool.bench import lookup as lookups
+from kvpool.bench import loss as losses
 from kvpool.bench import recovery as recoveries
 from kvpool.bench import store as stores
 from kvpool.bench import transfer as transfers
 from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
+from kvpool.bench.loss import LossRow
 from kvpool.bench.recovery import RecoveryRow
 from kvpool.bench.store import StoreRow, StoreSettings
+from kvpool.bench.trace import read_trace
 from kvpool.bench.transfer import TransferRow, TransferSettings
+from kvpool.bench.workload import AgentSettings, Workload, agent_workload
 from kvpool.cli.output import Format, FormatOption, emit, table
 from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
 from kvpool.core.errors import UsageError
@@ -22,7 +27,7 @@ from kvpool.core.units import format_size, parse_size
 from kvpool.ops.logging import configure
 from kvpool.ops.settings import LogSettings
 
-Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow | RecoveryRow
+Row = TransferRow | LookupRow | LookupCoreRow | DirectoryMemoryRow | StoreRow | RecoveryRow | LossRow
 
 MEMORY_BLOCKS = 1_000_000
 RECOVERY_BLOCKS = 1_000_000
@@ -106,11 +111,15 @@ def store(
 @bench.command()
 def recovery(
     *,
-    blocks: Annotated[int, typer.Option(help="Blocks that the node holds.")] = RECOVERY_BLOCKS,
+    blocks: Annotated[int, typer.Option(help="Blocks that the node holds; 0: no processes.")] = RECOVERY_BLOCKS,
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="Replay these traces too; 1 of 16 nodes is lost half-way.")
+    ] = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
-    """Kill and restart the metadata service and a node, and time until the pool is whole again."""
-    _show(recoveries.measure_recovery(blocks), output)
+    """Kill and restart the metadata service and a node, time until the pool is whole; count the hits a loss costs."""
+    workloads = [agent_workload(AgentSettings()), *map(read_trace, trace or ())]
+    _show(_recovery_rows(blocks, workloads), output)
 
 
 @bench.command(name="all")
@@ -121,7 +130,7 @@ def all_(*, output: FormatOption = Format.TEXT) -> None:
         _transfer_rows(TransferSettings(transport=t, op=op, block_bytes=size) for t, op, size in products),
         _lookup_rows(lookups.SIZES, 1_000, MEMORY_BLOCKS),
         _store_rows(StoreSettings()),
-        recoveries.measure_recovery(RECOVERY_BLOCKS),
+        _recovery_rows(RECOVERY_BLOCKS, [agent_workload(AgentSettings())]),
     ):
         _show(rows, output)
 
@@ -141,6 +150,12 @@ def _store_rows(settings: StoreSettings) -> Iterator[Row]:
     yield stores.measure_store(settings)
 
 
+def _recovery_rows(blocks: int, workloads: Iterable[Workload]) -> Iterator[Row]:
+    if blocks:
+        yield from recoveries.measure_recovery(blocks)
+    yield from map(losses.measure_loss, workloads)
+
+
 def _show(rows: Iterable[Row], output: Format) -> None:
     """JSON: each row as soon as it is measured; text: one table for each kind of row."""
     done: list[Row] = []
@@ -149,7 +164,15 @@ def _show(rows: Iterable[Row], output: Format) -> None:
         if output is Format.JSON:
             emit(row, output, "")
     if output is Format.TEXT:
-        for view in (_transfers(done), _lookups(done), _cores(done), _memory(done), _stores(done), _recoveries(done)):
+        for view in (
+            _transfers(done),
+            _lookups(done),
+            _cores(done),
+            _memory(done),
+            _stores(done),
+            _recoveries(done),
+            _losses(done),
+        ):
             if view is not None:
                 emit(None, output, view)
 
@@ -235,13 +258,35 @@ def _recoveries(rows: Sequence[Row]) -> RenderableType | None:
             row.what.replace("_", " "),
             f"{row.blocks:,}",
             f"{row.seconds:.2f}",
+            f"{row.cpu_s:.2f}",
             _target(recoveries.TARGETS_S.get(row.what), "<="),
             f"{row.lookup_max_ms:.1f}",
         )
         for row in rows
         if isinstance(row, RecoveryRow)
     ]
-    return table(("whole again after", "#blocks", "#s", "#target", "#slowest look-up ms"), cells) if cells else None
+    return (
+        table(("whole again after", "#blocks", "#s", "#CPU s", "#target", "#slowest look-up ms"), cells)
+        if cells
+        else None
+    )
+
+
+def _losses(rows: Sequence[Row]) -> RenderableType | None:
+    cells = [
+        (row.what, f"{row.lost_blocks:,}", f"{row.hit_rate:.1%}", f"{row.at_once:.2f}", f"{row.later:.2f}")
+        for row in rows
+        if isinstance(row, LossRow)
+    ]
+    if not cells:
+        return None
+    return Group(
+        table(
+            (f"1 of {losses.NODES} nodes lost", "#its blocks", "#hit rate", "#left at once", "#and after that"), cells
+        ),
+        f"Left: hits in the next {losses.WINDOW:.0%} of the requests, and in as many after them, part of those without "
+        "the loss.",
+    )
 
 
 def _target(value: float | None, relation: str) -> str:

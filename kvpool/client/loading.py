@@ -153,11 +153,11 @@ class _Load:
             for block in blocks:
                 self._reasons[block] = miss_reason(error)
             return
-        self._take(transport, number, copies, blocks, statuses)
+        self._take(transport, segment.segment_id, copies, blocks, statuses)
         for i in np.flatnonzero(np.frombuffer(statuses, np.uint8) == ReadStatus.BAD).tolist():
             with suppress(KvpoolError):  # the client is closing
                 if self._again(transport, segment.segment_id, copies, blocks, i) == ReadStatus.BAD:
-                    self._report(number, blocks[i], copies, i)
+                    self._report(segment.segment_id, blocks[i], copies, i)
 
     def _again(self, transport: Transport, segment_id: bytes, copies: _Copies, blocks: list[int], i: int) -> int:
         """Read a bad copy once more into memory of our own.
@@ -184,7 +184,9 @@ class _Load:
             destinations=destinations,
         )
 
-    def _take(self, transport: Transport, number: int, copies: _Copies, blocks: list[int], statuses: bytearray) -> None:
+    def _take(
+        self, transport: Transport, segment_id: bytes, copies: _Copies, blocks: list[int], statuses: bytearray
+    ) -> None:
         client = self._keyspace._client
         good = statuses.count(ReadStatus.OK)
         client._counters.loaded(transport.name, good * self._keyspace.namespace.block_bytes)
@@ -196,11 +198,11 @@ class _Load:
             status = ReadStatus(statuses[i])
             self._reasons[block] = _REASONS.get(status)
             if status == ReadStatus.GONE:
-                self._report(number, block, copies, i)
+                self._report(segment_id, block, copies, i)
         client._counters.unverified(statuses.count(ReadStatus.BAD))
 
-    def _report(self, segment: int, block: int, copies: _Copies, i: int) -> None:
+    def _report(self, segment_id: bytes, block: int, copies: _Copies, i: int) -> None:
         block_hash, place = hash_at(self._hashes, block), (int(copies.slot[i]), int(copies.generation[i]))
-        request = ReportBadRequest(self._keyspace.namespace.id, block_hash, segment, *place)
+        request = ReportBadRequest(self._keyspace.namespace.id, block_hash, segment_id, *place)
         with suppress(KvpoolError):  # whoever meets the block next reports it
             self._keyspace._client._meta.call(request, Done, self._deadline, again=False)

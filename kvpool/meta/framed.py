@@ -126,7 +126,7 @@ class MetaSession:
 
     def _report_bad(self, request: ReportBadRequest) -> Message:
         count_hashes(request.hash, 1)
-        where = (request.segment, request.slot, request.generation)
+        where = (request.segment_id, request.slot, request.generation)
         return Done(int(self._service.report_bad(request.namespace, request.hash, *where)))
 
     def _gone(self, request: GoneRequest) -> Message:

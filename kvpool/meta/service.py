@@ -5,7 +5,7 @@ Every front door (gRPC servicers, framed sessions) calls these methods; nothing 
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,31 +17,26 @@ from kvpool.core.directory import (
     CommitStatus,
     Directory,
     DirectoryConfig,
-    DirectoryStats,
     FreeSlot,
     Inventory,
     Location,
     Match,
     MissReason,
     ReserveResult,
-    Share,
 )
-from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UnknownNamespaceError, UsageError
-from kvpool.core.grants import Grant, seal
-from kvpool.core.keys import hash_at, select_hashes
+from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UsageError
+from kvpool.core.keys import hash_at
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
 from kvpool.core.members import Member, Members, MemberSegment, MemberState
 from kvpool.core.namespace import Namespace, parse_namespace
 from kvpool.core.recovery import Recovery
+from kvpool.meta.granting import Granting
+from kvpool.meta.status import MetaStatus, RecoveryStatus
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
-from kvpool.transport.wire.messages import NodeInfo, SegmentGrant, SegmentInfo, Topology, pack
+from kvpool.transport.wire.messages import NodeInfo, SegmentGrant, SegmentInfo, Topology
 
 ORDERS_PER_MESSAGE = 1024
-GRANT_BLOCKS_MAX = 256
-GRANT_BYTES = 16 << 20
-"""Blocks and bytes of one grant: while a writer moves one, its node commits the one before and prepares the next."""
-
 GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
 """Grants of one reservation, so that they fit the frame of its answer with the topology."""
 
@@ -59,29 +54,6 @@ class Reserved:
 
     result: ReserveResult
     grants: list[SegmentGrant]
-
-
-@dataclass(frozen=True, slots=True)
-class MetaStatus:
-    """What operators see."""
-
-    incarnation: int
-    topology: Topology
-    namespaces: list[Namespace]
-    stats: DirectoryStats
-    used: dict[int, tuple[int, int]]
-    """(used bytes, placements) by segment number."""
-    recovery: "RecoveryStatus"
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveryStatus:
-    """How far the directory is rebuilt after the start."""
-
-    active: bool
-    reported_nodes: int
-    expected_nodes: int
-    lasted_s: float
 
 
 class MetaService:
@@ -121,6 +93,7 @@ class MetaService:
         )
         self._on_recovered = on_recovered
         self._members = Members(clock, random_bytes, settings.node_ttl_s)
+        self._granting = Granting(self._directory, self._members, self.incarnation)
         self._lock = threading.Lock()
         self._orders_changed = threading.Condition(self._lock)
         self._topology: Topology | None = None
@@ -142,12 +115,9 @@ class MetaService:
     def match(self, namespace_id: bytes, hashes: bytes, first: int, lease_s: float) -> Match:
         """See `Directory.match`."""
         with self._lock:
-            try:
-                return self._directory.match(_checked_id(namespace_id), hashes, first, self._lease_s(lease_s))
-            except UnknownNamespaceError:
-                if not self._recovery.active:
-                    raise
+            if self._may_come(namespace_id):
                 return Match(0, MissReason.RECOVERING)
+            return self._directory.match(_checked_id(namespace_id), hashes, first, self._lease_s(lease_s))
 
     def release(self, lease: int) -> bool:
         """See `Directory.release`."""
@@ -157,6 +127,8 @@ class MetaService:
     def locate(self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None) -> Location:
         """See `Directory.locate`."""
         with self._lock:
+            if self._may_come(namespace_id):
+                return Location.nothing(MissReason.RECOVERING)
             return self._directory.locate(_checked_id(namespace_id), hashes, first, shard)
 
     def reserve(
@@ -171,17 +143,8 @@ class MetaService:
             result = self._directory.reserve(namespace_id, hashes, first, parent, owner=owner, ttl_s=ttl_s)
             above = parent if not first else hash_at(hashes, first - 1)
             chain = (above or bytes(HASH_BYTES)) + hashes[first * HASH_BYTES :]
-            step = _grant_blocks(self._directory.namespace(namespace_id).block_bytes)
-            grants = [
-                SegmentGrant(
-                    segment=number,
-                    shard=shard,
-                    blocks=pack(part.indexes, "<u4"),
-                    grant=self._seal(number, shard, part, chain, namespace_id, result.reservation, ttl_s),
-                )
-                for (number, shard), share in result.shares.items()
-                for part in _parts(share, step)
-            ]
+            namespace = self._directory.namespace(namespace_id)
+            grants = self._granting.grants(namespace, result, chain, ttl_s)
             size_bytes = sum(len(grant.grant) + len(grant.blocks) for grant in grants)
             if size_bytes > GRANTS_BYTES_MAX:
                 self._directory.abort(result.reservation)
@@ -193,16 +156,13 @@ class MetaService:
         with self._lock:
             return self._directory.abort(reservation, hashes, crowded=crowded)
 
-    def report_bad(self, namespace_id: bytes, block_hash: bytes, segment: int, slot: int, generation: int) -> bool:
+    def report_bad(self, namespace_id: bytes, block_hash: bytes, segment_id: bytes, slot: int, generation: int) -> bool:
         """See `Directory.report_bad`; False for a segment that is not open any more."""
         with self._lock:
-            segment_id = next((s.segment_id for s in self._directory.segments() if s.number == segment), None)
-            if segment_id is None:
-                return False
             dropped = self._directory.report_bad(segment_id, _checked_id(namespace_id), block_hash, slot, generation)
             self._orders_changed.notify_all()
         if dropped:
-            log.warning("bad_block_reported", block=block_hash.hex()[:8], segment=segment, slot=slot)
+            log.warning("bad_block_reported", block=block_hash.hex()[:8], segment=segment_id.hex()[:8], slot=slot)
         return dropped
 
     def topology(self, known_version: int) -> Topology | None:
@@ -364,12 +324,7 @@ class MetaService:
                 namespaces=self._directory.namespaces(),
                 stats=self._directory.stats(),
                 used={s.number: (s.used_bytes, s.blocks) for s in self._directory.segments()},
-                recovery=RecoveryStatus(
-                    self._recovery.active,
-                    self._recovery.reported_nodes,
-                    self._recovery.expected_nodes,
-                    self._recovery.lasted_s,
-                ),
+                recovery=RecoveryStatus.of(self._recovery),
             )
 
     def tick(self) -> None:
@@ -396,6 +351,10 @@ class MetaService:
         """Assert the directory's invariants; for tests."""
         with self._lock:
             self._directory.check_integrity()
+
+    def _may_come(self, namespace_id: bytes) -> bool:
+        """Whether the namespace is one that a node which has yet to report may have blocks of."""
+        return self._recovery.active and not self._directory.knows(_checked_id(namespace_id))
 
     def _lose_segments(self, member: Member) -> None:
         # As many as it has opened: the others may be of another node.
@@ -425,46 +384,6 @@ class MetaService:
 
     def _lease_s(self, lease_s: float) -> float:
         return min(lease_s, self.settings.lease_max_s)
-
-    def _seal(
-        self,
-        number: int,
-        shard: int,
-        share: Share,
-        chain: bytes,
-        namespace_id: bytes,
-        reservation: int,
-        ttl_s: float,
-    ) -> bytes:
-        """The grant for one segment; ``chain`` begins with the hash above the reserved slice."""
-        segment = self._directory.segment(number)
-        member = self._members.get(segment.node_id)
-        assert member is not None, "an open segment has a member"
-        grant = Grant(
-            incarnation=self.incarnation,
-            session=member.session,
-            reservation=reservation,
-            segment_id=segment.segment_id,
-            namespace=namespace_id,
-            block_bytes=self._directory.namespace(namespace_id).block_bytes,
-            ttl_ms=int(ttl_s * 1000),
-            hashes=select_hashes(chain, [index + 1 for index in share.indexes]),
-            parents=select_hashes(chain, share.indexes),
-            shard=shard,
-            victim_slots=pack([order.slot for order in share.victims], "<u4"),
-            victim_generations=pack([order.generation for order in share.victims], "<u8"),
-        )
-        return seal(grant, member.key)
-
-
-def _grant_blocks(block_bytes: int) -> int:
-    return max(1, min(GRANT_BLOCKS_MAX, GRANT_BYTES // block_bytes))
-
-
-def _parts(share: Share, step: int) -> Iterator[Share]:
-    """The share in grants of at most ``step`` blocks; brought in order, and the first frees the victims."""
-    for start in range(0, len(share.indexes), step):
-        yield Share(share.indexes[start : start + step], share.victims if not start else [])
 
 
 def _checked_id(namespace_id: bytes) -> bytes:

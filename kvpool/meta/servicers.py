@@ -111,7 +111,7 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
     ) -> directory_pb2.ReportBadResponse:
         count_hashes(request.hash, 1)
         dropped = self._service.report_bad(
-            request.namespace, request.hash, request.segment, request.slot, request.generation
+            request.namespace, request.hash, request.segment_id, request.slot, request.generation
         )
         return directory_pb2.ReportBadResponse(dropped=dropped)
 

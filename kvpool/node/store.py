@@ -104,6 +104,8 @@ class NodeStore:
         self._link = link
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
+        self._committing: set[int] = set()
+        """Pages of slots whose commit is under way: an inventory leaves them to it, for it may be refused."""
 
     # Writing
 
@@ -118,11 +120,15 @@ class NodeStore:
             ProtocolError: Not a grant of the current session for this segment.
             UnavailableError: The node has no session now, or drains.
         """
-        grant = self._open(sealed)
+        session = self.session
+        grant = self._open(sealed, session)
         self._book.learn(grant.namespace)
         slots = np.full(grant.count, NO_SLOT, np.uint32)
         generations = np.zeros(grant.count, np.uint64)
         with self._lock:
+            if self.session is not session:
+                # Its victims may be in an inventory by now.
+                raise ProtocolError("the write grant is of another session; reserve again")
             for page, generation in grant.victims():
                 self._free(page, generation, rest=False)
             opened = self._open_slots(grant, owner, bound=bound)
@@ -182,8 +188,14 @@ class NodeStore:
                 else:
                     self._slots.finish(page, generation, owner)
             headers = self._headers.commit(slots[sealed], checksums[sealed])
-        if sealed:
-            statuses[sealed] = self._commit(reservation, headers)
+            pages = headers.pages.tolist()
+            self._committing.update(pages)
+        try:
+            if sealed:
+                statuses[sealed] = self._commit(reservation, headers)
+        finally:
+            with self._lock:
+                self._committing.difference_update(pages)
         return statuses.tobytes()
 
     def discard(self, pages: Iterable[int], generations: Iterable[int], owner: int) -> int:
@@ -253,9 +265,12 @@ class NodeStore:
             self._headers.clear([slot.page for slot in expired])
 
     def inventory(self) -> SlotHeaders:
-        """Headers of all committed slots."""
+        """Headers of all committed slots, but for those whose commit is under way."""
         with self._lock:
-            return self._headers.scan(SlotState.COMMITTED)
+            headers = self._headers.scan(SlotState.COMMITTED)
+            if not self._committing:
+                return headers
+            return headers.select(~np.isin(headers.pages, list(self._committing)))
 
     def free_headers(self, headers: SlotHeaders) -> None:
         """Free committed slots that the directory does not want."""
@@ -275,8 +290,7 @@ class NodeStore:
                 counters=dict(self._counters),
             )
 
-    def _open(self, sealed: bytes) -> Grant:
-        session = self.session
+    def _open(self, sealed: bytes, session: NodeSession | None) -> Grant:
         if session is None or self.draining:
             raise UnavailableError("the node takes no writes now: it drains, or has lost the metadata service")
         grant = open_grant(sealed, session.key)

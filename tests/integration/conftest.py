@@ -86,9 +86,9 @@ def start_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     """Starts pools of some nodes; all are gone after the test."""
     with ExitStack() as stack:
 
-        def start(nodes: int = 1, size: str = "32MiB") -> Pool:
+        def start(nodes: int = 1, size: str = "32MiB", **meta: object) -> Pool:
             pool = Pool(tmp_path_factory.mktemp("pool"), stack)
-            pool.start_meta()
+            pool.start_meta(**({"expected-nodes": nodes} | meta))
             for i in range(nodes):
                 pool.start_node(f"n{i}", size)
             return pool
@@ -100,7 +100,7 @@ def start_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def long_lived_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with ExitStack() as stack:
         pool = Pool(tmp_path_factory.mktemp("pool"), stack)
-        pool.start_meta()
+        pool.start_meta(**{"expected-nodes": 1})
         pool.start_node("n0", "512MiB")
         yield pool
 

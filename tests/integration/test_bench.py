@@ -90,6 +90,18 @@ def test_store_has_one_row(place):
     assert row["bench"] == "store"
 
 
+def test_recovery_has_a_row_for_each_fault_and_one_for_the_hits_that_a_loss_costs(place):
+    rows = rows_of(place, "recovery", "--blocks", "2048")
+
+    faults, (loss,) = rows[:-1], rows[-1:]
+    assert [list(row) for row in faults] == [["bench", "what", "blocks", "seconds", "cpu_s", "lookup_max_ms"]] * 4
+    assert {(row["bench"], row["blocks"]) for row in faults} == {("recovery", 2048)}
+    assert [row["what"] for row in faults] == ["reconnect", "metadata_restart", "node_restart", "node_loss"]
+    assert list(loss) == ["bench", "what", "nodes", "lost_blocks", "requests", "hit_rate", "at_once", "later"]
+    assert (loss["bench"], loss["nodes"]) == ("recovery_hits", 16)
+    assert loss["hit_rate"] < 1
+
+
 def test_a_table_shows_the_ratio_and_its_target(place):
     result = run(place, "transfer", *TINY, "--op", "get", "--block-bytes", "64KiB")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import msgspec
+import numpy as np
 import pytest
 import structlog
 from hypothesis import given
@@ -144,12 +145,18 @@ def inventories(draw) -> membership_pb2.Inventory:
         document=draw(st.sampled_from((NAMESPACE.document, SMALL.document, UNKNOWN.document, b"", b"{}"))),
         hashes=draw(columns(count, chains).map(b"".join) | st.binary(max_size=70) | st.sampled_from(TOO_MANY)),
         parents=parents + draw(st.sampled_from((b"", b"", b"", b"?"))),
-        shard=draw(columns(count, numbers_32)),
-        slot=draw(columns(count, numbers_32)),
-        generation=draw(columns(count, numbers_64)),
-        checksum=draw(columns(count, numbers_64)),
-        age_s=draw(columns(count, st.sampled_from((0.0, 1.0)) | st.floats(width=32))),
+        shards=draw(packed(count, st.integers(0, 2) | st.integers(0, 0xFFFF), "<u2")),
+        slots=draw(packed(count, numbers_32, "<u4")),
+        generations=draw(packed(count, numbers_64, "<u8")),
+        checksums=draw(packed(count, numbers_64, "<u8")),
+        ages_s=draw(packed(count, st.sampled_from((0.0, 1.0)) | st.floats(width=32), "<f4")),
     )
+
+
+def packed(count: int, values: st.SearchStrategy, dtype: str) -> st.SearchStrategy[bytes]:
+    """A column, or a few bytes that are none."""
+    whole = columns(count, values).map(lambda column: np.array(column, dtype).tobytes())
+    return whole | whole | whole | st.binary(max_size=9)
 
 
 segments = st.builds(

@@ -244,3 +244,20 @@ def test_a_lost_shard_makes_the_block_dormant_and_is_written_again():
     assert sorted((slot.hash, slot.shard) for slot in pool.segments[0].held.values()) == sorted(
         (block_hash, shard) for block_hash in hashes for shard in (0, 1)
     )
+
+
+def test_a_chain_stays_near_its_parent_and_a_new_branch_may_lie_anywhere():
+    pool = SmallPool(100, 100, 100)
+    trunk = chain(1, 2)
+    pool.store(trunk)
+    pool.store(chain(1, 2, 3))
+    home = pool.slot_of(trunk[-1])[0]
+    assert pool.slot_of(chain(1, 2, 3)[-1])[0] is home, "the first child continues the chain"
+
+    branches = [chain(1, 2, token, 9) for token in range(10, 16)]
+    for branch in branches:
+        pool.store(branch)
+
+    homes = [[pool.slot_of(block)[0] for block in branch[2:]] for branch in branches]
+    assert all(head is tail for head, tail in homes), "each goes on where it began"
+    assert {head.node_id for head, _ in homes} == {"node-0", "node-1", "node-2"}

@@ -115,6 +115,8 @@ def test_what_is_not_known_yet_is_recovering_and_what_was_announced_is_matched(c
     service = Service(clock, expected_nodes=2)
     hashes = chain(1, 2, 3)
     assert service.match(hashes) == Match(0, MissReason.RECOVERING), "not even the namespace is known"
+    nothing = service.meta.locate(NAMESPACE.id, b"".join(hashes), 0, None)
+    assert (nothing.blocks, len(nothing.slot), nothing.reason) == (0, 0, MissReason.RECOVERING)
 
     first = service.join("a", *hashes[:1], hashes[2], parents=[b"", hashes[1]])
     assert service.match(hashes) == Match(1, MissReason.RECOVERING)

@@ -29,7 +29,7 @@ def test_an_order_to_rest_keeps_the_pages_for_readers_that_map_them(node, store,
 
 def test_a_bad_block_rests_by_order_of_the_directory(node, store):
     [slot], [generation] = node.write()
-    node.service.report_bad(NAMESPACE.id, CHAIN[0], node.member.numbers[0], slot, generation)
+    node.service.report_bad(NAMESPACE.id, CHAIN[0], SEGMENT_ID, slot, generation)
 
     store.apply(node.service.wait_for_orders(node.member, 0, 0.0))
 

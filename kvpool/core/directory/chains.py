@@ -15,6 +15,9 @@ from kvpool.core.directory.table import NIL, ROOT, BlockState, BlockTable, Rows,
 
 Index = dict[bytes, int]
 
+WIDE = 32
+"""From so many rows on numpy is faster than one by one."""
+
 
 class Chains:
     """Parent links, visibility and the index by hash of each namespace.
@@ -120,23 +123,21 @@ class Chains:
         if self._parent_is_visible(row):
             self._wake(row)
         else:
-            self._set_state(row, BlockState.DORMANT)
+            self._set_states([row], BlockState.DORMANT)
 
-    def doze(self, row: int) -> None:
-        """Make the block dormant, and the visible part of its subtree with it.
+    def doze(self, *rows: int) -> None:
+        """Make blocks of one parent dormant, and the visible part of their subtrees with them.
 
-        Their last use and holds pass to its parent: leases on them cover what is still visible above, and would be
+        Their last use and holds pass to the parent: leases on them cover what is still visible above, and would be
         lost for it if the block went later.
         """
-        heir = self.blocks.parent[row]
-        stack = [row]
-        while stack:
-            row = stack.pop()
-            self.fold(row, heir)
-            was_visible = self.blocks.state[row] == BlockState.VISIBLE
-            self._set_state(row, BlockState.DORMANT)
-            if was_visible:
-                stack.extend(c for c in self.children(row) if self.blocks.state[c] == BlockState.VISIBLE)
+        heir, states = self.blocks.parent[rows[0]], self.blocks.state
+        level = list(rows)
+        while level:
+            below = self._below([row for row in level if states[row] == BlockState.VISIBLE])
+            self._fold_all(level, heir)
+            self._set_states(level, BlockState.DORMANT)
+            level = [child for child in below if states[child] == BlockState.VISIBLE]
 
     def remove(self, row: int) -> None:
         """Take the block out; its children wait for its hash, and its last use and hold pass to its parent."""
@@ -144,9 +145,10 @@ class Chains:
         namespace, block_hash, parent = blocks.namespace[row], blocks.hash[row], blocks.parent[row]
         children = list(self.children(row))
         blocks.first_child[row] = NIL
+        awake = [child for child in children if blocks.state[child] == BlockState.VISIBLE]
+        if awake:
+            self.doze(*awake)
         for child in children:
-            if blocks.state[child] == BlockState.VISIBLE:
-                self.doze(child)
             self._wait(child, namespace, block_hash)
         self.fold(row, parent)
         if parent >= 0:
@@ -209,20 +211,62 @@ class Chains:
             assert not self._parent_is_visible(row), "a complete block wakes with its parent"
 
     def _wake(self, row: int) -> None:
+        blocks = self.blocks
+        states, missing = blocks.state, blocks.missing_shards
         stack = [row]
         while stack:
+            if len(stack) >= WIDE:
+                self._set_states(stack, BlockState.VISIBLE)
+                below = self._below(stack)
+                stack = [child for child in below if states[child] == BlockState.DORMANT and not missing[child]]
+                continue
             row = stack.pop()
-            self._set_state(row, BlockState.VISIBLE)
-            child = self.blocks.first_child[row]
+            states[row] = BlockState.VISIBLE
+            child = blocks.first_child[row]
+            if child == NIL:
+                self._on_change(row)
             while child != NIL:
-                if self.blocks.state[child] == BlockState.DORMANT and not self.blocks.missing_shards[child]:
+                if states[child] == BlockState.DORMANT and not missing[child]:
                     stack.append(child)
-                child = self.blocks.next_sibling[child]
+                child = blocks.next_sibling[child]
 
-    def _set_state(self, row: int, state: BlockState) -> None:
-        self.blocks.state[row] = state
-        if self.blocks.first_child[row] == NIL:
-            self._on_change(row)
+    def _below(self, rows: list[int]) -> list[int]:
+        """The children of all ``rows``: many at a time, since a prompt that all share may have a million below it."""
+        if len(rows) < WIDE:
+            return [child for row in rows for child in self.children(row)]
+        first, following = view(self.blocks.first_child), view(self.blocks.next_sibling)
+        found: list[int] = []
+        heads = first[rows]
+        heads = heads[heads != NIL]
+        while len(heads) >= WIDE:
+            found += heads.tolist()
+            heads = following[heads]
+            heads = heads[heads != NIL]
+        for head in heads.tolist():
+            child = head
+            while child != NIL:
+                found.append(child)
+                child = self.blocks.next_sibling[child]
+        return found
+
+    def _fold_all(self, rows: list[int], ancestor: int) -> None:
+        """`fold` for each, none of which is a leaf's heir."""
+        if len(rows) >= WIDE and ancestor >= 0:
+            blocks = self.blocks
+            for column in (blocks.last_use_us, blocks.held_until_us):
+                column[ancestor] = max(column[ancestor], int(view(column)[rows].max()))
+            for row in rows:
+                self._on_fold(row, ancestor)
+            return
+        for row in rows:
+            self.fold(row, ancestor)
+
+    def _set_states(self, rows: list[int], state: BlockState) -> None:
+        states, first_child = self.blocks.state, self.blocks.first_child
+        for row in rows:
+            states[row] = state
+            if first_child[row] == NIL:
+                self._on_change(row)
 
     def _parent_is_visible(self, row: int) -> bool:
         parent = self.blocks.parent[row]

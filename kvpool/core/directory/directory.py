@@ -68,6 +68,10 @@ class Directory:
         """The open namespace with this id; raises UnknownNamespaceError."""
         return self._state.entry(namespace_id).namespace
 
+    def knows(self, namespace_id: bytes) -> bool:
+        """Whether the namespace is open."""
+        return namespace_id in self._state.namespaces
+
     # Nodes and segments
 
     def add_segment(self, segment_id: bytes, node_id: str, capacity_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Self
 
 from kvpool.core.directory.outbox import FreeSlot
 from kvpool.core.directory.tombstones import MissReason
@@ -61,6 +62,11 @@ class Location:
     generation: "array[int]"
     checksum: "array[int]"
     reason: MissReason | None
+
+    @classmethod
+    def nothing(cls, reason: MissReason) -> Self:
+        """No block was located."""
+        return cls(0, array("I"), array("H"), array("H"), array("I"), array("Q"), array("Q"), reason)
 
 
 @dataclass(slots=True)

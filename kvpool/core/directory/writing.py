@@ -125,7 +125,8 @@ class _Writer:
 
     def reserve(self, chain: list[bytes], above: bytes, first: int) -> ReserveResult:
         state, wants = self.state, bytearray(len(chain))
-        near = self._segment_of(self.index.get(above, NIL))
+        above_row = self.index.get(above, NIL)
+        near = None if self._branches(above_row) else self._segment_of(above_row)
         i = 0
         while i < len(chain):
             row = self._present(chain[i], above, first + i)
@@ -134,6 +135,7 @@ class _Writer:
                 in_flight = state.blocks.state[row] == BlockState.IN_FLIGHT
                 wants[i] = Want.IN_FLIGHT if in_flight else Want.EXISTS
                 i += 1
+                near = None if self._branches(row) else near
             elif placed := self._place_run(chain, i, above, near) or self._place(chain, i, above, near):
                 near, count = placed
                 i += count
@@ -203,6 +205,13 @@ class _Writer:
         if share is None:
             share = self.shares[segment.number, shard] = Share()
         return share
+
+    def _branches(self, row: int) -> bool:
+        """Whether the block has a child already: a new one begins a branch, which may lie on any segment.
+
+        Near its parent the heads of all chains would meet on the node of the prompt that they share, and go with it.
+        """
+        return row != NIL and self.state.blocks.first_child[row] != NIL
 
     def _segment_of(self, row: int) -> Segment | None:
         if row == NIL or self.state.blocks.placement[row] == NIL:

@@ -188,7 +188,7 @@ class ReportBadRequest(Message, frozen=True):
     kind = 18
     namespace: bytes
     hash: bytes
-    segment: int
+    segment_id: bytes
     slot: int
     generation: int
 

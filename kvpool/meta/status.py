@@ -1,0 +1,37 @@
+"""What operators see of a metadata service."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from kvpool.core.directory import DirectoryStats
+from kvpool.core.namespace import Namespace
+from kvpool.core.recovery import Recovery
+from kvpool.transport.wire.messages import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryStatus:
+    """How far the directory is rebuilt after the start."""
+
+    active: bool
+    reported_nodes: int
+    expected_nodes: int
+    lasted_s: float
+
+    @classmethod
+    def of(cls, recovery: Recovery) -> Self:
+        """The state of ``recovery`` now."""
+        return cls(recovery.active, recovery.reported_nodes, recovery.expected_nodes, recovery.lasted_s)
+
+
+@dataclass(frozen=True, slots=True)
+class MetaStatus:
+    """The whole service, at one moment."""
+
+    incarnation: int
+    topology: Topology
+    namespaces: list[Namespace]
+    stats: DirectoryStats
+    used: dict[int, tuple[int, int]]
+    """(used bytes, placements) by segment number."""
+    recovery: RecoveryStatus
