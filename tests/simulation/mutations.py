@@ -10,7 +10,7 @@ from kvpool.core.directory.directory import Directory
 from kvpool.core.directory.outbox import Outbox
 from kvpool.core.directory.state import DirectoryState
 from kvpool.core.directory.table import BlockState
-from kvpool.core.slots import Slots
+from kvpool.core.slots import Slots, SlotState
 from kvpool.node.store import NodeStore
 from kvpool.transport.base import ReadStatus
 from kvpool.transport.deadline import Deadline
@@ -162,16 +162,8 @@ def unanswered_commits_are_forgotten():
     return [(NodeStore, "_commit", commit_and_forget)]
 
 
-def outdated_answers_free_slots():
-    commit = NodeStore._commit
-
-    def commit_and_free(self, reservation, headers):
-        statuses = commit(self, reservation, headers)
-        if (statuses != 0).any():
-            self.free_headers(headers.select(statuses != 0))
-        return statuses
-
-    return [(NodeStore, "_commit", commit_and_free)]
+def inventories_name_what_is_being_committed():
+    return [(NodeStore, "inventory", lambda self: self._headers.scan(SlotState.COMMITTED))]
 
 
 def orders_are_applied_blindly():
@@ -205,6 +197,6 @@ MUTATIONS = [
     silent_hosts_are_never_noticed,
     late_commits_leave_their_slots,
     unanswered_commits_are_forgotten,
-    outdated_answers_free_slots,
+    inventories_name_what_is_being_committed,
     orders_are_applied_blindly,
 ]

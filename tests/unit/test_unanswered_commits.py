@@ -5,16 +5,12 @@ from types import SimpleNamespace
 
 import grpc
 import numpy as np
+import pytest
 from real_store import COMMITTED, FAILED, STALE, WRITER
 
 from kvpool.core.directory import CommitStatus
 from kvpool.core.errors import UnavailableError
-from kvpool.core.slots import SlotState
 from kvpool.node.control import Control
-
-
-def committed_pages(node):
-    return [slot.page for slot in node.slots if slot.state == SlotState.COMMITTED]
 
 
 def test_a_commit_without_an_answer_frees_the_slots_and_asks_for_a_new_session(node, store, prepared):
@@ -58,15 +54,18 @@ def answering(node, store, answer):
     node.link.commit = commit
 
 
-def test_the_stale_of_an_outdated_session_frees_nothing(node, store, prepared):
-    answering(node, store, lambda headers: np.full(len(headers), CommitStatus.STALE, np.uint8))
+@pytest.mark.parametrize("answer", list(CommitStatus))
+def test_what_an_outdated_session_answers_keeps_nothing(node, store, prepared, answer):
+    """The inventory of the new session has left these slots out."""
+    answering(node, store, lambda headers: np.full(len(headers), answer, np.uint8))
 
     assert node.commit_slots(*prepared) == [STALE]
 
-    assert committed_pages(node) == prepared[1].tolist(), "the new session's inventory has named it"
+    assert node.in_use() == (0, 0)
+    assert not store.in_doubt
 
 
-def test_the_silence_of_an_outdated_session_frees_nothing(node, store, prepared):
+def test_the_silence_of_an_outdated_session_raises_no_doubt(node, store, prepared):
     def fail(headers):
         raise UnavailableError("the old service is gone")
 
@@ -74,7 +73,7 @@ def test_the_silence_of_an_outdated_session_frees_nothing(node, store, prepared)
 
     assert node.commit_slots(*prepared) == [FAILED]
 
-    assert committed_pages(node) == prepared[1].tolist()
+    assert node.in_use() == (0, 0)
     assert not store.in_doubt
 
 
