@@ -7,7 +7,7 @@ from .schedule import run_schedule
 from .searching import SEED
 from .shims import replaced
 
-SCHEDULES = 500
+SCHEDULES = 1_500
 
 pytestmark = pytest.mark.skipif(SEED is not None, reason="KVPOOL_SIM_SEED names a schedule of its own")
 
