@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 
-.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property integration bench bench-vllm clean
+.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property simulation integration bench bench-vllm clean
 
 setup: .venv/.ready
 
@@ -42,7 +42,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-unit property integration: setup
+unit property simulation integration: setup
 	$(PYTEST) tests/$@
 
 bench: setup

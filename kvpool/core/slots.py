@@ -209,6 +209,13 @@ class Slots:
         self._retired.add(slot.page)
         return True
 
+    def finish(self, page: int, generation: int, owner: int) -> None:
+        """``owner`` will not write the slot any more: if its time ran out meanwhile, nobody needs to wait for it."""
+        slot, abandoned = self._find(page, generation), self._abandoned.get(owner, set())
+        if slot is not None and page in abandoned:
+            abandoned.discard(page)
+            self._release(slot)
+
     def drop_owner(self, owner: int) -> list[Slot]:
         """The writer is gone for good, so nothing can write its slots any more: free them."""
         dropped = [self._slots[page] for page in self._by_owner.pop(owner, ())]

@@ -131,9 +131,9 @@ class _Stream:
                 continue
             for order in some:
                 fetch = self._service.fetch(self._member, order.copy) if isinstance(order, FetchBlocks) else None
-                if fetch is not None:
-                    fetch.number = order.number
-                    yield membership_pb2.ToNode(fetch_blocks=fetch)
+                fetch = fetch or membership_pb2.FetchBlocks()  # has ended: told all the same, to be acknowledged
+                fetch.number = order.number
+                yield membership_pb2.ToNode(fetch_blocks=fetch)
         if orders:
             self._sent = orders[-1].number
 

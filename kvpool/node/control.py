@@ -134,7 +134,8 @@ class Control:
                 elif instruction == "free_slots":
                     self._apply(message.free_slots)
                 elif instruction == "fetch_blocks":
-                    self._copier.put(message.fetch_blocks)
+                    if message.fetch_blocks.grant:
+                        self._copier.put(message.fetch_blocks)
                     self._orders_applied = max(self._orders_applied, message.fetch_blocks.number)
                 elif instruction == "mode":
                     self._set_mode(message.mode)
@@ -172,6 +173,7 @@ class Control:
         if welcome.incarnation != self._meta_incarnation:
             # Another service numbers its orders anew.
             self._meta_incarnation, self._orders_applied = welcome.incarnation, 0
+        self._store.in_doubt = False
         session = NodeSession(welcome.incarnation, welcome.session, welcome.grant_key)
         self._link.follow(session)
         self._store.session = session
@@ -216,6 +218,10 @@ class Control:
     def _beat(self, interval_s: float, ended: threading.Event) -> None:
         while not ended.wait(interval_s):
             self._store.expire()
+            if self._store.in_doubt and self._call is not None:
+                log.warning("commit_unanswered", node=self._node_id)
+                self._call.cancel()  # type: ignore[no-untyped-call]
+                return
             heartbeat = membership_pb2.Heartbeat(orders_applied=self._orders_applied, scrub=self._scrub())
             self._out.put(membership_pb2.FromNode(heartbeat=heartbeat))
 

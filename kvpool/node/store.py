@@ -89,6 +89,8 @@ class NodeStore:
         self.incarnation = incarnation
         self.session: NodeSession | None = None
         self.draining = False
+        self.in_doubt = False
+        """Whether the directory may name slots that are free here: it never answered a commit."""
         self._headers = headers
         self._slots = slots
         self._book = book
@@ -181,15 +183,12 @@ class NodeStore:
                 if slot is not None and slot.reservation == reservation:
                     self._slots.commit(slot)
                     sealed.append(i)
+                else:
+                    self._slots.finish(page, generation, owner)
             headers = self._headers.commit(slots[sealed], checksums[sealed])
-            pages = headers.pages.tolist()
-            self._committing.update(pages)
-        try:
-            if sealed:
-                statuses[sealed] = self._commit(reservation, headers)
-        finally:
-            with self._lock:
-                self._committing.difference_update(pages)
+            self._committing.update(headers.pages.tolist())
+        if sealed:
+            statuses[sealed] = self._commit(reservation, headers)
         return statuses.tobytes()
 
     def discard(self, pages: Iterable[int], generations: Iterable[int], owner: int) -> int:
@@ -315,18 +314,31 @@ class NodeStore:
         return headers
 
     def _commit(self, reservation: int, headers: SlotHeaders) -> NDArray[np.uint8]:
+        """Ask the directory to take slots in, and free those that it does not; one `WriteStatus` each."""
+        session = self.session
+        answers: NDArray[np.uint8] | None
         try:
             answers = self._link.commit(self.segment.segment_id, reservation, headers)
         except KvpoolError:
-            # The directory may or may not have heard: keep nothing that it might not know of.
-            self._counters["commits_failed"] += len(headers)
-            self.free_headers(headers)
-            return np.full(len(headers), WriteStatus.FAILED, np.uint8)
-        stale = answers != CommitStatus.COMMITTED
-        if stale.any():
-            self.free_headers(headers.select(stale))
-        self._counters["committed"] += len(headers) - int(stale.sum())
-        return np.where(stale, np.uint8(WriteStatus.STALE), np.uint8(WriteStatus.COMMITTED))
+            answers = None
+        with self._lock:
+            # The inventory of a later session has left these slots out: whatever an earlier one answers, they go.
+            is_current = self.session is session
+            self._committing.difference_update(headers.pages.tolist())
+            if answers is None:
+                # The directory may or may not have heard, or hear yet: keep nothing that it might not know of, and let
+                # the control loop begin a new session, which outdates the commit and tells anew what is here.
+                self.in_doubt |= is_current
+                statuses = np.full(len(headers), WriteStatus.FAILED, np.uint8)
+                self._counters["commits_failed"] += len(headers)
+            else:
+                taken = (answers == CommitStatus.COMMITTED) & is_current
+                statuses = np.where(taken, np.uint8(WriteStatus.COMMITTED), np.uint8(WriteStatus.STALE))
+                self._counters["committed"] += int(taken.sum())
+            if statuses.any():
+                for page, generation in headers.select(statuses != WriteStatus.COMMITTED).named():
+                    self._free(page, generation, rest=False)
+        return statuses
 
     def _free(self, page: int, generation: int, *, rest: bool) -> bool:
         freed = self._slots.free(page, generation, rest=rest)

@@ -29,17 +29,28 @@ def write_grants(
     statuses = [bytearray([WriteStatus.FAILED]) * len(batch.sources) for batch in batches]
     try:
         with connections.connection(deadline.left_s()) as connection:
-            for batch in batches:
-                connection.post(PrepareRequest(batch.grant), deadline.left_s())
-            moved = [_move_one(connection, batch, move, deadline) for batch in batches]
-            for status, blocks in zip(statuses, moved, strict=True):
-                committed = connection.collect(Statuses, deadline.left_s()).statuses if blocks else b""
-                _spread(status, blocks, committed)
+            try:
+                _write_all(connection, batches, statuses, move, deadline)
+            except BaseException:
+                # Slots prepared on it and not committed belong to it: kept open, it would keep them from everybody.
+                connection.close()
+                raise
     except ClosedError:
         raise
     except (KvpoolError, OSError):
         pass  # what was collected stands
     return statuses
+
+
+def _write_all(
+    connection: Connection, batches: Sequence[WriteBatch], statuses: list[bytearray], move: Move, deadline: Deadline
+) -> None:
+    for batch in batches:
+        connection.post(PrepareRequest(batch.grant), deadline.left_s())
+    moved = [_move_one(connection, batch, move, deadline) for batch in batches]
+    for status, blocks in zip(statuses, moved, strict=True):
+        committed = connection.collect(Statuses, deadline.left_s()).statuses if blocks else b""
+        _spread(status, blocks, committed)
 
 
 def _move_one(connection: Connection, batch: WriteBatch, move: Move, deadline: Deadline) -> list[int]:

@@ -11,7 +11,7 @@ from framed_peer import LONG_S, SOON_S, WELCOME, Peer, frame, receive, receive_f
 
 from kvpool.core import errors
 from kvpool.core.errors import DeadlineError, ProtocolError, SettingsError, UnavailableError
-from kvpool.transport.wire.connection import IOV_MAX, Connection, FramedSocket, split_address
+from kvpool.transport.wire.connection import IOV_MAX, SILENT_S, Connection, FramedSocket, split_address
 from kvpool.transport.wire.frame import HEADER_BYTES
 from kvpool.transport.wire.messages import (
     PROTOCOL_VERSION,
@@ -26,6 +26,8 @@ from kvpool.transport.wire.messages import (
     WriteRequest,
     encode,
 )
+
+TCP_TIMES = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
 
 
 def replying(*frames):
@@ -333,3 +335,12 @@ def test_a_frame_may_take_its_time_to_begin():
 
         far.sendall(frame(Ping()))
         assert framed.receive_body(framed.poll_header()) == Ping()
+
+
+def test_a_host_that_vanishes_without_a_word_is_noticed():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        FramedSocket(sock)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        tcp = {name: sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in TCP_TIMES}
+    idle_s, interval_s, count, unanswered_ms = tcp.values()
+    assert idle_s + interval_s * count == SILENT_S == unanswered_ms / 1000

@@ -61,6 +61,7 @@ def test_callers_at_the_same_time_have_connections_of_their_own(pool):
 
 def test_a_broken_connection_is_not_lent_again(pool):
     with pool.connection(LONG_S) as connection:
+        assert ping(connection) == 1
         connection.close()
 
     assert ask(pool) == 2

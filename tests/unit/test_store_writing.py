@@ -207,11 +207,11 @@ def test_a_write_past_its_deadline_rests_and_is_returned(node, store, clock, bou
 
     assert node.in_use() == (1, 2 * PAGE_BYTES)
     assert store.stats().quarantined_bytes == 2 * PAGE_BYTES
-    assert node.commit_slots(reservation, slots, generations) == [STALE]
     assert store.stats().counters["expired_writes"] == 1
 
     clock.advance(QUARANTINE_S)
     store.expire()
     assert node.in_use() == ((1, 2 * PAGE_BYTES) if bound else (0, 0))
+    assert node.commit_slots(reservation, slots, generations) == [STALE]
     store.drop_owner(WRITER)
     assert node.in_use() == (0, 0)

@@ -32,6 +32,12 @@ IOV_MAX = 1024
 
 _ARM_SLACK_S = 0.05
 
+SILENT_S = 60
+"""A peer over TCP whose host does not answer for so long is gone. Without it a host that vanished without a word would
+keep its connection, and what belongs to that, for ever."""
+
+_PROBE_S = 10
+
 Buffers = Sequence[memoryview]
 M = TypeVar("M", bound=Message)
 
@@ -46,6 +52,11 @@ class FramedSocket:
         self._armed_s = -1.0
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 2)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S // 2 // _PROBE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
 
     def arm(self, timeout_s: float) -> None:
         """Bound each following system call by about ``timeout_s``.
@@ -169,9 +180,11 @@ class Connection:
         self.uri = uri
         self._correlation = 0
         self._posted: deque[int] = deque()
+        until_s = time.monotonic() + timeout_s
         self._framed = FramedSocket(_dial(uri, timeout_s))
         try:
-            self.welcome = self.call(Hello(PROTOCOL_VERSION, principal), Welcome, timeout_s)
+            left_s = max(0.0, until_s - time.monotonic())
+            self.welcome = self.call(Hello(PROTOCOL_VERSION, principal), Welcome, left_s)
             if self.welcome.version != PROTOCOL_VERSION:
                 raise ProtocolError(f"{uri} speaks version {self.welcome.version}, this client {PROTOCOL_VERSION}")
         except BaseException:
@@ -197,7 +210,7 @@ class Connection:
             KvpoolError: What the peer answered instead; the connection stays usable.
         """
         self.post(request, timeout_s, payload)
-        return self.collect(reply_type, timeout_s)
+        return self.collect(reply_type, max(0.0, self._framed.until_s - time.monotonic()))
 
     def post(self, request: Message, timeout_s: float, payload: Buffers = ()) -> None:
         """Send ``request`` only; its reply is collected later, in the order of posting. Raises as `call`."""
