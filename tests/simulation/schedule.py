@@ -32,6 +32,8 @@ SETTINGS = MetaSettings(
     recovery_wait_s=1,
     recovery_deadline_s=6,
     tombstones=64,
+    replica_read_rate=0.2,
+    replica_budget=1,
 )
 
 
@@ -114,6 +116,7 @@ class _Schedule:
                 events.update(node.store.stats().counters)
         directory = self.cluster.meta.service._directory.stats()
         events.update(evicted=directory.evicted_blocks, expired=directory.expired_blocks, bad=directory.bad_blocks)
+        events.update(copied=directory.copied_blocks, reclaimed=directory.reclaimed_copies)
         for engine in self.engines:
             if engine.client is not None:
                 events.update(engine.client.stats().misses)

@@ -9,6 +9,7 @@ import numpy as np
 import kvpool.client.client
 import kvpool.client.meta
 import kvpool.client.nodes
+import kvpool.core.directory.heat
 import kvpool.meta.losing
 import kvpool.meta.membership
 import kvpool.meta.moving
@@ -204,6 +205,7 @@ def _replacements(quarantine_s):
         (control, "queue", Queue),
         (copier, "queue", Queue),
         (losing, "LOSS_BLOCKS", 2),
+        (kvpool.core.directory.heat, "SAMPLE_EVERY", 1),
         (kvpool.client.nodes, "random", Random),
         (kvpool.node.server, "Slots", short_rest(quarantine_s)),
         (kvpool.transport.copying, "np", SteppingNumpy()),

@@ -46,14 +46,23 @@ def test_a_schedule_is_the_same_in_every_process():
 
 @pytest.mark.skipif(SEED is not None, reason="KVPOOL_SIM_SEED names a schedule of its own")
 def test_schedules_do_what_they_are_for():
-    """Every fault strikes, blocks are evicted and their slots used again, reads hit and are refused by checksums."""
+    """Every fault strikes, blocks are copied and evicted, slots used again, reads hit and are refused by checksums."""
     outcomes = [run_schedule(seed) for seed in range(300)]
     faults = set().union(*(outcome.faults for outcome in outcomes))
     events = sum((outcome.events for outcome in outcomes), start=type(outcomes[0].events)())
     from .faults import FAULTS
 
     assert faults == {*FAULTS, "dead", "reset", "twice"}
-    for name in ("committed", "evicted", "expired", "no_slot", "commits_failed", "expired_writes"):
+    for name in (
+        "committed",
+        "copied",
+        "reclaimed",
+        "evicted",
+        "expired",
+        "no_slot",
+        "commits_failed",
+        "expired_writes",
+    ):
         assert events[name], name
     for name in ("loaded_shm", "loaded_tcp", "unverified", "recovering", "node_down", "over_deadline", "in_flight"):
         assert events[name], name
