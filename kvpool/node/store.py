@@ -98,7 +98,9 @@ class NodeStore:
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
         self._committing: set[int] = set()
-        """Pages of slots whose commit is under way: an inventory leaves them to it, for it may be refused."""
+        """Generations of slots whose commit is under way: an inventory leaves them to it, for it may be refused.
+
+        Not their pages: one may be freed by an order and be committed anew before its first commit is answered."""
         self.checks = Checks(segment, headers, slots, self._lock, self._counters, link)
 
     # Writing
@@ -186,7 +188,7 @@ class NodeStore:
                 else:
                     self._slots.finish(page, generation, owner)
             headers = self._headers.commit(slots[sealed], checksums[sealed])
-            self._committing.update(headers.pages.tolist())
+            self._committing.update(headers.records["generation"].tolist())
         if sealed:
             statuses[sealed] = self._commit(reservation, headers)
         return statuses.tobytes()
@@ -265,7 +267,7 @@ class NodeStore:
             headers = self._headers.scan(SlotState.COMMITTED)
             if not self._committing:
                 return headers
-            return headers.select(~np.isin(headers.pages, list(self._committing)))
+            return headers.select(~np.isin(headers.records["generation"], list(self._committing)))
 
     def free_headers(self, headers: SlotHeaders) -> None:
         """Free committed slots that the directory does not want."""
@@ -324,7 +326,7 @@ class NodeStore:
         with self._lock:
             # The inventory of a later session has left these slots out: whatever an earlier one answers, they go.
             is_current = self.session is session
-            self._committing.difference_update(headers.pages.tolist())
+            self._committing.difference_update(headers.records["generation"].tolist())
             if answers is None:
                 # The directory may or may not have heard, or hear yet: keep nothing that it might not know of, and let
                 # the control loop begin a new session, which outdates the commit and tells anew what is here.

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 import pytest
-from real_store import COMMITTED, FAILED, STALE, WRITER
+from framed_peer import LONG_S
+from real_store import COMMITTED, FAILED, SEGMENT_ID, STALE, WRITER
 
-from kvpool.core.directory import CommitStatus
+from kvpool.core.directory import CommitStatus, FreeSlot
 from kvpool.core.errors import UnavailableError
 from kvpool.node.control import Control
 
@@ -107,4 +108,38 @@ def test_one_that_is_still_being_received_is_free_after_its_last_byte(node, stor
 
     store.end_receive([(receiving, True) for receiving in received])
 
+    assert node.in_use() == (0, 0)
+
+
+def test_a_page_committed_anew_before_its_first_commit_is_answered_stays_out_of_inventories(node, store):
+    """An order frees the first slot, another block takes its page: the first answer must not speak for the second."""
+    (reservation, grant), (again, grant_again) = node.reserve(), node.reserve(blocks=1, first=1)
+    slots, generations = store.prepare(grant, WRITER)
+    first_asked, second_asked, answer_first = threading.Event(), threading.Event(), threading.Event()
+    answer_second = threading.Event()
+
+    def commit(segment_id, number, headers):
+        asked, answer = (first_asked, answer_first) if number == reservation else (second_asked, answer_second)
+        asked.set()
+        assert answer.wait(LONG_S)
+        return np.full(len(headers), CommitStatus.STALE, np.uint8)
+
+    node.link.commit = commit
+    first = threading.Thread(target=node.commit_slots, args=(reservation, slots, generations))
+    first.start()
+    assert first_asked.wait(LONG_S)
+    store.apply([FreeSlot(1, SEGMENT_ID, int(slots[0]), int(generations[0]), rest=False)])
+    slots_again, generations_again = store.prepare(grant_again, WRITER)
+    assert slots_again.tolist() == slots.tolist(), "the same page"
+    second = threading.Thread(target=node.commit_slots, args=(again, slots_again, generations_again))
+    second.start()
+    assert second_asked.wait(LONG_S)
+
+    answer_first.set()
+    first.join()
+    named = store.inventory().named()
+    answer_second.set()
+    second.join()
+
+    assert named == []
     assert node.in_use() == (0, 0)
