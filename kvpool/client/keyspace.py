@@ -68,7 +68,7 @@ class Keyspace:
             raise
         except KvpoolError as error:
             self._client._counters.missed([miss_reason(error)])
-            return Match(0, miss_reason(error))
+            return Match(0, miss_reason(error), asked=False)
         return Match(reply.blocks, MissReason(reply.reason) if reply.reason else None, reply.lease)
 
     def release(self, matched: Match, *, timeout_s: float | None = None) -> None:

@@ -13,7 +13,14 @@ from kvpool.meta.service import MetaService
 ELSEWHERE_MAX = 8
 """Other namespaces named for one block."""
 
-_RANKS = {None: 3, MissReason.IN_FLIGHT: 2, MissReason.PARENT_MISSING: 2, MissReason.COLD: 0}
+_UNKNOWN = frozenset({MissReason.COLD, MissReason.RECOVERING})
+_RANKS: dict[MissReason | None, int] = {
+    None: 3,
+    MissReason.IN_FLIGHT: 2,
+    MissReason.PARENT_MISSING: 2,
+    MissReason.COLD: 0,
+    MissReason.RECOVERING: 0,
+}
 _LEFT = 1
 """Which of a model's namespaces an answer is about: where the block is, else where it was."""
 
@@ -78,7 +85,7 @@ def _explain(target: Target, block_hash: bytes, directory: Directory, members: M
         key=lambda found: _RANKS.get(found[1].reason, _LEFT),
         default=(target.wanted.id if target.wanted is not None else b"", Explanation(MissReason.COLD)),
     )
-    if best[1].reason != MissReason.COLD:
+    if best[1].reason not in _UNKNOWN:
         return BlockExplained(*best)
     elsewhere = _elsewhere(directory, target, block_hash)
     if elsewhere:
@@ -92,7 +99,7 @@ def _explain(target: Target, block_hash: bytes, directory: Directory, members: M
 def _elsewhere(directory: Directory, target: Target, block_hash: bytes) -> tuple[tuple[bytes, tuple[str, ...]], ...]:
     found: list[tuple[bytes, tuple[str, ...]]] = []
     for namespace in directory.namespaces():
-        if namespace.id in target.namespaces or directory.explain(namespace.id, block_hash) == MissReason.COLD:
+        if namespace.id in target.namespaces or directory.explain(namespace.id, block_hash) in _UNKNOWN:
             continue
         differences = target.wanted.difference(namespace) if target.wanted is not None else ()
         found.append((namespace.id, tuple(str(difference) for difference in differences)))

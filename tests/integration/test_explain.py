@@ -200,7 +200,7 @@ def test_nodes_that_have_not_said_what_they_hold_are_named(start_pool):
 def test_a_forgetful_service_says_how_far_back_it_remembers(start_pool, rng):
     pool = start_pool(nodes=0)
     pool.stop(pool.meta)
-    pool.start_meta(tombstones=1)
+    pool.start_meta(tombstones=1, **{"expected-nodes": 1})
     pool.start_node("n0", "1MiB")
     ask, keyspace = Asker(pool.uri), open_blocks(pool.connect())
     old = random_chain(4)

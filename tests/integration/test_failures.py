@@ -93,7 +93,7 @@ def test_a_frozen_metadata_service_is_a_miss_over_the_deadline(start_pool, rng):
     finally:
         pool.signal(pool.meta, signal.SIGCONT)
 
-    assert frozen == kvpool.Match(0, kvpool.MissReason.OVER_DEADLINE)
+    assert frozen == kvpool.Match(0, kvpool.MissReason.OVER_DEADLINE, asked=False)
     eventually(lambda: keyspace.match(chain).blocks == 2)
 
 

@@ -43,7 +43,7 @@ def test_answers_are_those_without_a_pool(cluster, prompt, saver, loader):
         assert warm.cached_tokens == reusable(len(asked))
     loaded = {t: n - before.get(t, 0) for t, n in second.worker()["loaded_bytes"].items()}
     alone = sum(blocks_of(length) for length in LENGTHS)
-    assert loaded == {loader: (alone + 5 + 1 + 1 + 2) * BLOCK_BYTES}
+    assert loaded == {loader: (alone + 5 + 1 + 2) * BLOCK_BYTES}
     for engine in cluster.engines:
         engine.check_idle()
         assert engine.count("load_failures") == 0

@@ -303,7 +303,7 @@ def test_a_hook_that_fails_is_a_miss(engines, tokens, monkeypatch):
 def _down():
     from kvpool import Match, MissReason
 
-    return Match(0, MissReason.NODE_DOWN)
+    return Match(0, MissReason.NODE_DOWN, asked=False)
 
 
 def _raise_down(*args, **options):

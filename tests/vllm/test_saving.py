@@ -119,6 +119,26 @@ def test_a_write_that_fails(engines, tokens, monkeypatch, how):
     check_in_pool(engines, prompt, 4)
 
 
+def test_a_crowded_node_is_tried_again(engines, tokens, monkeypatch):
+    """Room in pieces: the abort has the directory make a hole, and what was not written is reserved anew."""
+    write, tried = Keyspace.write, []
+
+    def crowded_once(self, reservation, buffers, **options):
+        tried.append(len(reservation.wants))
+        if len(tried) == 1:
+            return WriteResult((), tuple(range(len(reservation.wants))), crowded=True)
+        return write(self, reservation, buffers, **options)
+
+    monkeypatch.setattr(Keyspace, "write", crowded_once)
+    engine = engines.start()
+    prompt = tokens(4 * BLOCK)
+    engine.generate(prompt)
+    assert tried == [4, 4]
+    assert (engine.count("save_blocks"), engine.count("save_dropped_blocks")) == (4, 0)
+    engine.check_nothing_leaked()
+    check_in_pool(engines, prompt, 4)
+
+
 @KINDS
 def test_a_block_completed_in_the_last_step_is_saved(engines, tokens, asynchronous):
     """V16: also when the request ends in the same step; the last sampled token was never computed."""
@@ -189,6 +209,9 @@ def test_a_missing_ancestor_is_saved_again(own_engines, tokens):
     eventually(lambda: own_engines.in_pool(engine, name) == 3)
     own_engines.lose_blocks()
     eventually(lambda: own_engines.in_pool(engine, name) == 0)
+    saver = engine.half.saver
+    engine.run(lambda: any(saving.first == 3 for saving in saver.book._saves.values()))
+    eventually(lambda: not engine.half._calls.reservations.empty())  # the answer comes while it still runs
     engine.run()
     assert engine.count("save_replans") >= 1
     assert own_engines.in_pool(engine, name) == 5

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from kvpool import Keyspace, KvpoolError, Match, MissReason, Reservation
+from kvpool import Keyspace, KvpoolError, Match, Reservation
 from kvpool_connector.vllm.link import PoolLink
 
 LOOKUP_THREADS = 4
@@ -60,16 +60,22 @@ class PoolCalls:
         self._others = ThreadPoolExecutor(1, "kvpool-reserve")
         self._failures = 0
         self._paused_until_s = 0.0
+        self._trying = False
 
-    def available(self) -> bool:
-        """Whether calls may be made: the pool has been reached, and did not fail several times in a row just now."""
+    def available(self, *, queued: bool = False) -> bool:
+        """Whether calls may be made: the pool has been reached, and did not fail several times in a row just now.
+
+        After a pause one call tries. The others are refused until it has ended, but those ``queued`` behind it may go:
+        a request's later blocks are of no use without its first ones.
+        """
         if self._link.keyspace is None:
             return False
         if self._failures < FAILURES_MAX:
             return True
         if time.monotonic() < self._paused_until_s:
-            return False
-        self._paused_until_s = time.monotonic() + PAUSE_S  # one call tries; the others wait for how it ends
+            return queued and self._trying
+        self._paused_until_s = time.monotonic() + PAUSE_S
+        self._trying = True
         return True
 
     def look_up(self, request_id: str, number: int, hashes: bytes) -> None:
@@ -101,7 +107,7 @@ class PoolCalls:
         if keyspace is not None and left_s > 0:
             try:
                 matched = keyspace.match(hashes, lease_s=self._lease_s, timeout_s=left_s)
-                failed = matched.reason in (MissReason.NODE_DOWN, MissReason.OVER_DEADLINE) and not matched.blocks
+                failed = not matched.asked
             except KvpoolError:
                 failed = True
             self._ended(failed=failed)
@@ -137,6 +143,7 @@ class PoolCalls:
         self._others.submit(run)
 
     def _ended(self, *, failed: bool) -> None:
+        self._trying = False
         if failed:
             self._failures += 1
             self._paused_until_s = time.monotonic() + PAUSE_S

@@ -218,7 +218,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See the base class."""
         self._moves.cancel(finished_req_ids)
-        self._results = self._moves.take_results()
+        self._results = self._moves.take_results(idle=self._jobs().idle)
         return KVConnectorTransferResults(set(), self._results.request_ids, set())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

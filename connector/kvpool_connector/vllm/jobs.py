@@ -51,12 +51,14 @@ class StepJobs:
         loads: To begin.
         saves: To begin.
         timed_step: Number of the step, to be reported back where the prefill rate is measured by it; else 0.
+        idle: Whether the step computes nothing: workers may wait a moment for what is under way.
     """
 
     namespace: bytes = b""
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     timed_step: int = 0
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

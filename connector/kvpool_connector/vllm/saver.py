@@ -14,6 +14,9 @@ from kvpool_connector.vllm.saves import SaveBook, Saving, wanted_blocks
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
+CROWDED_TRIES = 5
+"""Further tries when a node's free pages are too scattered, as of the client's own `store`."""
+
 Count = Callable[[str, int], None]
 
 
@@ -49,7 +52,7 @@ class Saver:
         unsaved = self._requests.unsaved(request_id, min(len(chain), len(table), MATCH_BLOCKS_MAX))
         while unsaved:
             some = unsaved[: min(self.job_blocks, self.book.room())]
-            if not some or not calls.available():
+            if not some or not calls.available(queued=True):
                 if last:
                     self._count("save_dropped_blocks", len(unsaved))
                 return
@@ -80,7 +83,14 @@ class Saver:
         if failed and calls is not None:
             calls.abort(saving.reservation, sorted(failed), crowded=saving.report.crowded)
         self._count("save_blocks", wanted_blocks(saving.reservation) - len(failed))
-        self._count("save_dropped_blocks", len(failed))
+        if failed and calls is not None and saving.report.crowded and saving.tries < CROWDED_TRIES:
+            # The abort has the directory make a hole; what is written already exists by then.
+            first = min(failed)
+            tries = saving.tries + 1
+            some = saving.blocks[first:]
+            self._begin(calls, saving.request_id, saving.hashes, saving.first + first, some, tries=tries)
+        else:
+            self._count("save_dropped_blocks", len(failed))
         self._end(saving)
 
     def drop_unsent(self) -> None:
@@ -98,12 +108,12 @@ class Saver:
         first: int,
         table: Sequence[int],
         *,
-        replanned: bool = False,
+        tries: int = 0,
     ) -> None:
         assert self._pool is not None
         self._pool.touch([self._pool.blocks[block] for block in table])
         number = self._requests.number()
-        self.book.planned(number, request_id, hashes, first, list(table), replanned=replanned)
+        self.book.planned(number, request_id, hashes, first, list(table), tries=tries)
         calls.reserve(number, hashes, first)
 
     def _reserved(self, calls: PoolCalls, answer: Reserved, table_of: Callable[[str], Sequence[int]]) -> None:
@@ -128,11 +138,11 @@ class Saver:
         """An ancestor has left the pool: save from there while the request has its blocks, else give up."""
         owned = 0 <= missing_from < saving.first and saving.end <= len(table)
         room = saving.end - missing_from <= self.book.room() + len(saving.blocks)
-        if owned and room and not saving.replanned:
+        if owned and room and not saving.tries:
             self._count("save_replans", 1)
             hashes = saving.hashes[: saving.end * HASH_BYTES]
             some = table[missing_from : saving.end]
-            self._begin(calls, saving.request_id, hashes, missing_from, some, replanned=True)
+            self._begin(calls, saving.request_id, hashes, missing_from, some, tries=1)
         else:
             self._count("save_dropped_blocks", len(saving.blocks))
         self._end(saving)

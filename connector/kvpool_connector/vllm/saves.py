@@ -25,7 +25,7 @@ class Saving:
         first: Index in the chain of the first block.
         blocks: The engine's block ids.
         started_s: When it was planned.
-        replanned: Whether it replaces a save that lacked an ancestor; that happens once.
+        tries: How many saves it replaces: ones that lacked an ancestor, or met a crowded node.
         reservation: Places for it, once there are.
         report: Of the ranks so far.
     """
@@ -36,7 +36,7 @@ class Saving:
     first: int
     blocks: list[int]
     started_s: float
-    replanned: bool = False
+    tries: int = 0
     reservation: Reservation | None = None
     report: SaveReport | None = None
 
@@ -70,10 +70,10 @@ class SaveBook:
         return max(0, self._pinned_max - self.pinned_blocks)
 
     def planned(
-        self, number: int, request_id: str, hashes: bytes, first: int, blocks: list[int], *, replanned: bool = False
+        self, number: int, request_id: str, hashes: bytes, first: int, blocks: list[int], *, tries: int = 0
     ) -> Saving:
         """A save begins; its blocks are referenced from now on."""
-        saving = Saving(number, request_id, hashes, first, blocks, self._clock(), replanned)
+        saving = Saving(number, request_id, hashes, first, blocks, self._clock(), tries)
         self._saves[number] = saving
         self.pinned_blocks += len(blocks)
         return saving

@@ -198,7 +198,7 @@ class PoolScheduler:
         loads, self._ready_loads = self._ready_loads, []
         saves = self.saver.take_ready()
         document = self._namespace.document if loads or saves else b""
-        return StepJobs(document, loads, saves, timed)
+        return StepJobs(document, loads, saves, timed, idle=not output.total_num_scheduled_tokens)
 
     def came_back(self, report: WorkerReport | None) -> None:
         """A step's output is here, with what has ended on the workers."""

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 LOAD_STEP_BYTES = 8 << 20
 """Blocks are loaded and scattered so many bytes at a time: they are still in the cache when they are scattered."""
 
+IDLE_WAIT_S = 0.004
+"""How long an idle step waits for a job to end: the most by which it can delay a request that comes meanwhile."""
+
 SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs"})
 """Groups whose every full block is needed, and whose prefix is a hit."""
 
@@ -85,7 +88,9 @@ class PoolWorker:
         self._pages: Pages | None = None
         self._link: PoolLink | None = None
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
         self._results = Results()
+        self._saving = 0
         self._running: dict[int, LoadJob] = {}
         self._cancelled: set[int] = set()
         self._staging = threading.local()
@@ -123,6 +128,8 @@ class PoolWorker:
 
     def begin_saves(self, step: StepJobs) -> None:
         """Start this step's saves; the steps that compute their blocks have been launched."""
+        with self._lock:
+            self._saving += len(step.saves)
         for job in step.saves:
             try:
                 self._use(step.namespace)
@@ -139,9 +146,15 @@ class PoolWorker:
             with self._lock:
                 self._cancelled.update(n for n, job in self._running.items() if job.request_id in request_ids)
 
-    def take_results(self) -> Results:
-        """What ended since the last call; each job once."""
-        with self._lock:
+    def take_results(self, *, idle: bool = False) -> Results:
+        """What ended since the last call; each job once.
+
+        With ``idle`` it waits a moment where there is nothing yet: vLLM steps on while a request waits for its load,
+        and would keep two processes busy with steps that do nothing.
+        """
+        with self._ended:
+            if idle and not self._results.report and (self._running or self._saving):
+                self._ended.wait(IDLE_WAIT_S)
             taken, self._results = self._results, Results()
         return taken
 
@@ -194,6 +207,7 @@ class PoolWorker:
             self._results.request_ids.add(job.request_id)
             self._results.bad_blocks.update(job.blocks[loaded:])
             self._results.report = self._results.report.merge(WorkerReport(loads={job.number: [report]}))
+            self._ended.notify()
             self.stats.count("load_bytes", size_bytes)
             self.stats.observe("load_seconds", elapsed_s)
 
@@ -240,7 +254,9 @@ class PoolWorker:
 
     def _save_ended(self, job: SaveJob, report: SaveReport) -> None:
         with self._lock:
+            self._saving -= 1
             self._results.report = self._results.report.merge(WorkerReport(saves={job.number: report}))
+            self._ended.notify()
             self.stats.count("save_bytes", report.size_bytes)
             self.stats.observe("save_seconds", report.elapsed_s)
 

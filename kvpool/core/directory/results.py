@@ -32,11 +32,16 @@ class CommitStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Leading blocks that are visible, and why the next one is not; the lease's number, 0 without one."""
+    """Leading blocks that are visible, and why the next one is not; the lease's number, 0 without one.
+
+    ``asked`` is False where the pool could not be asked in time, and ``reason`` says why: a pool that answers gives the
+    same reasons for blocks that it lost.
+    """
 
     blocks: int
     reason: MissReason | None
     lease: int = 0
+    asked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
