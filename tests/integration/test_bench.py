@@ -44,7 +44,8 @@ def rows_of(place: Place, *arguments: str) -> list[dict]:
     place.assert_clean()
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     for row in rows:
-        assert all(value > 0 for value in row.values() if type(value) in {int, float}), row
+        row_without = {name: value for name, value in row.items() if name != "lookup_max_ms"}  # 0: none came in between
+        assert all(value > 0 for value in row_without.values() if type(value) in {int, float}), row
     return rows
 
 
@@ -91,11 +92,11 @@ def test_store_has_one_row(place):
 
 
 def test_recovery_has_a_row_for_each_fault_and_one_for_the_hits_that_a_loss_costs(place):
-    rows = rows_of(place, "recovery", "--blocks", "16384")  # CPU time is counted in ticks of 10 ms
+    rows = rows_of(place, "recovery", "--blocks", "2048")
 
     faults, (loss,) = rows[:-1], rows[-1:]
     assert [list(row) for row in faults] == [["bench", "what", "blocks", "seconds", "cpu_s", "lookup_max_ms"]] * 4
-    assert {(row["bench"], row["blocks"]) for row in faults} == {("recovery", 16384)}
+    assert {(row["bench"], row["blocks"]) for row in faults} == {("recovery", 2048)}
     assert [row["what"] for row in faults] == ["reconnect", "metadata_restart", "node_restart", "node_loss"]
     assert list(loss) == ["bench", "what", "nodes", "lost_blocks", "requests", "hit_rate", "at_once", "later"]
     assert (loss["bench"], loss["nodes"]) == ("recovery_hits", 16)

@@ -12,6 +12,7 @@ from real_store import COMMITTED, FAILED, SEGMENT_ID, STALE, WRITER
 from kvpool.core.directory import CommitStatus, FreeSlot
 from kvpool.core.errors import UnavailableError
 from kvpool.node.control import Control
+from kvpool.v1 import common_pb2
 
 
 def test_a_commit_without_an_answer_frees_the_slots_and_asks_for_a_new_session(node, store, prepared):
@@ -39,7 +40,8 @@ class Call:
 def test_in_doubt_the_control_loop_ends_its_session(store):
     store.in_doubt = True
     with grpc.insecure_channel("127.0.0.1:1") as channel:
-        control = Control("n0", 1, [], store, None, SimpleNamespace(channel=channel))
+        link = SimpleNamespace(channel=channel)
+        control = Control("n0", 1, [], store, None, link, common_pb2.Scrub, copier=None, on_leave=None)
         control._call = Call()
         control._beat(0.001, threading.Event())  # returns: the session is over
     assert control._call.cancelled.is_set()
