@@ -72,7 +72,7 @@ def test_the_pool_is_rebuilt_from_its_nodes_when_the_metadata_service_restarts(s
     keyspace.store(chain, list(blocks))
 
     pool.kill(pool.meta)
-    assert keyspace.match(chain) == kvpool.Match(0, kvpool.MissReason.NODE_DOWN)
+    assert keyspace.match(chain) == kvpool.Match(0, kvpool.MissReason.NODE_DOWN, asked=False)
     pool.start_meta()
 
     eventually(lambda: keyspace.match(chain).blocks == 16)
