@@ -176,7 +176,7 @@ def await_landed(held: Callable[[], int], blocks: int, timeout_s: float = LAND_S
 def reset(engine: EngineProcess) -> None:
     """Empty an engine's own cache, once no save holds blocks of it any more; raises DeadlineError."""
     if not wait_until(engine.reset_prefix_cache, LAND_S):
-        raise DeadlineError(f"engine {engine.name} did not reset its prefix cache within {LAND_S:g} s")
+        raise DeadlineError(f"{engine.name} did not reset its prefix cache within {LAND_S:g} s")
 
 
 @contextlib.contextmanager

@@ -10,12 +10,11 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self, TypeVar
+from typing import Any, TypeVar
 
+from kvpool.bench.process import ChildProcess
 from kvpool.bench.vllm_messages import (
     Command,
     Decode,
@@ -33,7 +32,7 @@ from kvpool.bench.vllm_messages import (
     to_line,
 )
 from kvpool.bench.waiting import wait_until
-from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError, UsageError
+from kvpool.core.errors import DeadlineError, KvpoolError, UsageError
 
 VLLM_VERSION = "0.32.0"
 INSTALL_VLLM = (
@@ -66,11 +65,10 @@ def require_vllm() -> None:
         raise UsageError(f"vllm is not installed in {sys.prefix}; {INSTALL_VLLM}")
 
 
-class EngineProcess:
+class EngineProcess(ChildProcess):
     """One engine; a context manager that leaves no process behind. Not thread-safe.
 
-    The child is in its own session: a Ctrl-C reaches only the parent, which then stops its children in order. It
-    also ends when the parent does, since its stdin ends then.
+    It also ends when the parent does, since its stdin ends then.
 
     Args:
         name: What errors call it.
@@ -82,38 +80,15 @@ class EngineProcess:
     def __init__(
         self, name: str, options: Mapping[str, Any], log: Path, environ: Mapping[str, str] | None = None
     ) -> None:
-        self.name = name
-        self._log = log
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        with log.open("wb") as stderr:
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
-                [sys.executable, "-c", _CHILD],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env={**os.environ, **_ENVIRON, **bound_to(None), **(environ or {})},
-                start_new_session=True,
-            )
-        assert self._process.stdout is not None
-        self._reader = threading.Thread(target=_forward, args=(self._process.stdout, self._lines), daemon=True)
-        self._reader.start()
+        super().__init__(
+            f"engine {name}",
+            [sys.executable, "-c", _CHILD],
+            log,
+            stdin=subprocess.PIPE,
+            environ={**os.environ, **_ENVIRON, **bound_to(None), **(environ or {})},
+            log_tail_bytes=_LOG_TAIL_BYTES,
+        )
         self._send(Start(dict(options)))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def pid(self) -> int:
-        """The child's process id, which is also that of its group."""
-        return self._process.pid
 
     def ready(self) -> Ready:
         """Wait until the engine is built.
@@ -140,7 +115,7 @@ class EngineProcess:
         with contextlib.suppress(KvpoolError):
             self._send(Quit())
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Ask the engine to end, wait, and kill all its processes; safe to call again.
 
         vLLM's processes get their time even after the child has ended: the last of them removes its shared memory.
@@ -178,7 +153,7 @@ class EngineProcess:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise DeadlineError(f"engine {self.name} did not answer within {timeout_s:g} s") from None
+            raise DeadlineError(f"{self.name} did not answer within {timeout_s:g} s") from None
         if not line:
             raise self._failure("ended")
         reply = reply_of(line)
@@ -188,19 +163,7 @@ class EngineProcess:
             raise self._failure(f"answered {type(reply).__name__} instead of {kind.__name__}")
         return reply
 
-    def _failure(self, what: str) -> UnavailableError:
-        tail = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        return UnavailableError(f"engine {self.name} (process {self.pid}) {what}; its log ends: {tail or 'empty'}")
-
 
 def bound_to(cpus: str | None) -> dict[str, str]:
     """The environment of an engine that computes on these processors, or on all: alike for all that are compared."""
     return {"VLLM_CPU_OMP_THREADS_BIND": cpus or f"0-{(os.cpu_count() or 1) - 1}"}
-
-
-def _forward(stdout: IO[bytes], lines: "queue.SimpleQueue[bytes]") -> None:
-    """Pass lines on; an empty one means that there are no more."""
-    with stdout:
-        for line in stdout:
-            lines.put(line)
-    lines.put(b"")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpool.bench.process import log_tail
 from kvpool.bench.waiting import wait_until
 from kvpool.core.errors import UnavailableError
 
@@ -162,5 +163,5 @@ def _await(condition: Callable[[], bool], program: str, folder: Path) -> None:
             return False
 
     if not wait_until(reached, READY_S):
-        tail = (folder / f"{program}.log").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        raise UnavailableError(f"{program} was not ready within {READY_S:g} s; its log ends: {tail or 'empty'}")
+        tail = log_tail(folder / f"{program}.log", _LOG_TAIL_BYTES)
+        raise UnavailableError(f"{program} was not ready within {READY_S:g} s; its log ends: {tail}")

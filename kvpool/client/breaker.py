@@ -14,6 +14,7 @@ class Breaker:
         self._pause_s = pause_s
         self._failures = 0
         self._closed_until_s = 0.0
+        self._trying = False
         self._lock = threading.Lock()
 
     def allows(self) -> bool:
@@ -25,16 +26,24 @@ class Breaker:
             if now_s < self._closed_until_s:
                 return False
             self._closed_until_s = now_s + self._pause_s
+            self._trying = True
             return True
+
+    @property
+    def trying(self) -> bool:
+        """Whether the one call after a pause is under way."""
+        return self._trying
 
     def succeeded(self) -> None:
         """The peer answered."""
         if self._failures:
             with self._lock:
                 self._failures = 0
+                self._trying = False
 
     def failed(self) -> None:
         """The peer did not answer."""
         with self._lock:
             self._failures += 1
+            self._trying = False
             self._closed_until_s = self._clock() + self._pause_s

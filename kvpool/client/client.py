@@ -205,14 +205,7 @@ def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:
         endpoints=tuple(node.endpoints),
         transport=transport,
         segments=segments,
-        scrub=Scrub(
-            passes=node.scrub.passes,
-            checked_blocks=node.scrub.checked_blocks,
-            checked_bytes=node.scrub.checked_bytes,
-            bad_blocks=node.scrub.bad_blocks,
-            retired_bytes=node.scrub.retired_bytes,
-            progress=node.scrub.progress,
-        ),
+        scrub=Scrub.of(node.scrub),
     )
 
 

@@ -6,8 +6,9 @@ from new.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Self
 
 from kvpool.core.clock import Clock
 
@@ -42,6 +43,11 @@ class Scrub:
     bad_blocks: int = 0
     retired_bytes: int = 0
     progress: float = 0.0
+
+    @classmethod
+    def of(cls, said: object) -> Self:
+        """The same from a message, whose fields have the same names."""
+        return cls(**{field.name: getattr(said, field.name) for field in fields(cls)})
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from kvpool.meta.service import ORDERS_PER_MESSAGE, MetaService
 from kvpool.ops.grpc_server import code_of
 from kvpool.ops.logging import get_logger
 from kvpool.transport.wire.messages import unpack
-from kvpool.v1 import common_pb2, membership_pb2, membership_pb2_grpc
+from kvpool.v1 import membership_pb2, membership_pb2_grpc
 
 ENDPOINTS_MAX = 16
 SEGMENTS_PER_NODE_MAX = 64
@@ -154,7 +154,7 @@ class _Stream:
         event = request.WhichOneof("event")
         if event == "heartbeat":
             heartbeat = request.heartbeat
-            self._service.heard(self._member, heartbeat.orders_applied, _scrub(heartbeat.scrub))
+            self._service.heard(self._member, heartbeat.orders_applied, Scrub.of(heartbeat.scrub))
         elif event == "inventory":
             self._take_inventory(request.inventory)
         elif event == "inventory_done":
@@ -192,17 +192,6 @@ def _columns(message: membership_pb2.Inventory) -> Inventory:
         unpack("generations", message.generations, "<u8", count),
         unpack("checksums", message.checksums, "<u8", count),
         ages_s,
-    )
-
-
-def _scrub(said: common_pb2.Scrub) -> Scrub:
-    return Scrub(
-        passes=said.passes,
-        checked_blocks=said.checked_blocks,
-        checked_bytes=said.checked_bytes,
-        bad_blocks=said.bad_blocks,
-        retired_bytes=said.retired_bytes,
-        progress=said.progress,
     )
 
 

@@ -112,9 +112,8 @@ class Mover:
         """
         with self._changed:
             member = self._live(node_id)
-            self._accept(member, accepting=False)
-            self._members.set_state(member, MemberState.DRAINING)
             member.drains = True
+            self.admit(member)
             job = self._jobs.get(node_id)
             if job is None or job.state != DrainState.COPYING or job.member is not member:
                 job = self._jobs[node_id] = _Job(Drain(node_id), member)
@@ -145,11 +144,16 @@ class Mover:
             job = self._jobs.setdefault(node_id, _Job(Drain(node_id), member))
             job.state = DrainState.CANCELLED
             member.drains = False
-            self._accept(member, accepting=True)
-            self._members.set_state(member, MemberState.READY)
+            self.admit(member)
             self._changed.notify_all()
         log.info("drain_cancelled", node=node_id)
         return self.progress(node_id)
+
+    def admit(self, member: Member) -> None:
+        """Place blocks on a node that has reported, unless it drains; the caller holds the lock."""
+        for segment in member.segments:
+            self._directory.set_accepting(segment.segment_id, accepting=not member.drains)
+        self._members.set_state(member, MemberState.DRAINING if member.drains else MemberState.READY)
 
     def left(self, member: Member) -> None:
         """A node's session has ended; the caller holds the lock."""
@@ -225,10 +229,6 @@ class Mover:
         job.left_blocks = sum(segment.blocks - segment.surplus_blocks for segment in segments)
         job.left_bytes = sum(segment.used_bytes - segment.surplus_bytes for segment in segments)
         return job
-
-    def _accept(self, member: Member, *, accepting: bool) -> None:
-        for segment in member.segments:
-            self._directory.set_accepting(segment.segment_id, accepting=accepting)
 
     def _live(self, node_id: str) -> Member:
         member = self._members.get(node_id)

@@ -74,6 +74,8 @@ class MetaServer:
             self.grpc_address = self._grpc.start(settings.listen, settings.grpc_port)
             self._show_readiness()
         except BaseException:
+            if self._grpc is not None:
+                self._grpc.stop(STOP_GRACE_S)  # one that starts and is not stopped hangs at exit
             self._framed.stop()
             raise
         self._ticker.start()

@@ -203,9 +203,7 @@ class MetaService:
         """The node's inventory is complete: blocks may be placed on it, unless it said meanwhile that it drains."""
         with self._lock:
             self._check_session(member)
-            for segment in member.segments:
-                self._directory.set_accepting(segment.segment_id, accepting=not member.drains)
-            self._members.set_state(member, MemberState.DRAINING if member.drains else MemberState.READY)
+            self.mover.admit(member)
             self._recovery.reported(member.node_id)
         log.info("node_ready", node=member.node_id)
         self._end_recovery()
@@ -214,10 +212,8 @@ class MetaService:
         """The node takes no new blocks."""
         with self._lock:
             self._check_session(member)
-            for segment in member.segments:
-                self._directory.set_accepting(segment.segment_id, accepting=False)
-            self._members.set_state(member, MemberState.DRAINING)
             member.drains = True
+            self.mover.admit(member)
         log.info("node_draining", node=member.node_id)
 
     def heard(self, member: Member, orders_applied: int, scrub: Scrub | None = None) -> None:

@@ -41,7 +41,7 @@ def pool():
 
 
 @pytest.fixture
-def calls(pool):
+def calls(pool, now):
     made = PoolCalls(SimpleNamespace(keyspace=pool), lease_s=1, lookup_timeout_s=1, call_timeout_s=1)
     yield made
     made.close()

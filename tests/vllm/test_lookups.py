@@ -233,7 +233,7 @@ def test_the_circuit_breaker_stops_asking(engines, tokens, monkeypatch):
         assert engine.outputs[name] == engine.expected_output(name, 2)
         assert len(asked) == before
     assert engine.count("lookup_failures") >= 1
-    eventually(lambda: time.monotonic() >= engine.half._calls._paused_until_s)
+    eventually(lambda: time.monotonic() >= engine.half._calls._breaker._closed_until_s)
     name = engine.generate(tokens(2 * BLOCK))
     assert engines.in_pool(engine, name) == 2
     assert engine.half._calls.available()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvpool import Keyspace, KvpoolError, Match, Reservation
+from kvpool.client.breaker import Breaker
 from kvpool_connector.vllm.link import PoolLink
 
 LOOKUP_THREADS = 4
@@ -58,9 +59,7 @@ class PoolCalls:
         self._call_timeout_s = call_timeout_s
         self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, "kvpool-lookup")
         self._others = ThreadPoolExecutor(1, "kvpool-reserve")
-        self._failures = 0
-        self._paused_until_s = 0.0
-        self._trying = False
+        self._breaker = Breaker(time.monotonic, FAILURES_MAX, PAUSE_S)
 
     def available(self, *, queued: bool = False) -> bool:
         """Whether calls may be made: the pool has been reached, and did not fail several times in a row just now.
@@ -70,13 +69,7 @@ class PoolCalls:
         """
         if self._link.keyspace is None:
             return False
-        if self._failures < FAILURES_MAX:
-            return True
-        if time.monotonic() < self._paused_until_s:
-            return queued and self._trying
-        self._paused_until_s = time.monotonic() + PAUSE_S
-        self._trying = True
-        return True
+        return self._breaker.allows() or (queued and self._breaker.trying)
 
     def look_up(self, request_id: str, number: int, hashes: bytes) -> None:
         """Ask how much of the chain the pool holds; the answer comes to `answers`."""
@@ -143,9 +136,7 @@ class PoolCalls:
         self._others.submit(run)
 
     def _ended(self, *, failed: bool) -> None:
-        self._trying = False
         if failed:
-            self._failures += 1
-            self._paused_until_s = time.monotonic() + PAUSE_S
+            self._breaker.failed()
         else:
-            self._failures = 0
+            self._breaker.succeeded()

@@ -4,9 +4,10 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import kvpool
-from kvpool import Client, Keyspace, KvpoolError, Namespace, UsageError
+from kvpool import Client, Keyspace, KvpoolError, Namespace, PoolStatus, UsageError
 from kvpool_connector.vllm.config import ConnectorConfig
 
 RETRY_S = 1.0
@@ -21,7 +22,7 @@ class PoolLink:
         namespace: Which namespace to open.
         principal: Who is calling, for the pool's logs.
         before: Called first, on the link's thread, e.g. to start a store node.
-        opened: Called with the client, on the link's thread, when the pool has been reached.
+        opened: Called with the pool's status, on the link's thread, when the pool has been reached.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class PoolLink:
         namespace: Namespace,
         principal: str,
         before: Callable[[], object] | None = None,
-        opened: Callable[[Client], object] | None = None,
+        opened: Callable[[PoolStatus], object] | None = None,
     ) -> None:
         self.namespace = namespace
         self._config = config
@@ -89,8 +90,7 @@ class PoolLink:
         )
         try:
             keyspace = client.namespace(self.namespace)
-            with suppress(KvpoolError):  # nodes are reached again when they are needed
-                client.status(reach=True)
+            status = _reached(client)
         except BaseException:
             client.close()
             raise
@@ -101,8 +101,8 @@ class PoolLink:
         self._keyspace = keyspace
         self._ready.set()
         log.info("kvpool %s reached; namespace %s", self._config.pool, self.namespace.id.hex()[:16])
-        if self._opened is not None:
-            self._guard(lambda: self._opened and self._opened(client))
+        if self._opened is not None and status is not None:
+            self._guard(partial(self._opened, status))
         return True
 
     def _guard(self, call: Callable[[], object]) -> None:
@@ -110,3 +110,10 @@ class PoolLink:
             call()
         except Exception:
             log.exception("kvpool: a step of connecting failed; the engine goes on")
+
+
+def _reached(client: Client) -> PoolStatus | None:
+    """The pool's status, once its nodes have been connected to; None where that failed: they are when needed."""
+    with suppress(KvpoolError):
+        return client.status(reach=True)
+    return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvpool import Client, Namespace
+from kvpool import Namespace, PoolStatus
 from kvpool.core.limits import MATCH_BLOCKS_MAX, RESERVE_BLOCKS_MAX
 from kvpool_connector.local_node import ensure_local_node
 from kvpool_connector.vllm.calls import Answered, PoolCalls
@@ -261,7 +261,7 @@ class PoolScheduler:
             namespace,
             f"vllm:{self._engine_id[:8]}",
             before=(lambda: ensure_local_node(self._config.pool, local.size)) if local is not None else None,
-            opened=lambda client: _say_differences(client, namespace),
+            opened=lambda status: _say_differences(status, namespace),
         )
         self._calls = PoolCalls(
             self._link, self._config.lease_s, self._config.lookup_timeout_s, self._config.save_timeout_s
@@ -365,8 +365,8 @@ class PoolScheduler:
         self.stats.count(name, by)
 
 
-def _say_differences(client: Client, ours: Namespace) -> None:
+def _say_differences(status: PoolStatus, ours: Namespace) -> None:
     """Explain at the start what would otherwise show as a hit rate of 0."""
-    differences = explain(ours, client.status().namespaces.values())
+    differences = explain(ours, status.namespaces.values())
     for difference in differences[:3]:
         log.warning("kvpool: the pool holds other blocks of this model, which this engine cannot use: %s", difference)
