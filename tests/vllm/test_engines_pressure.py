@@ -1,5 +1,7 @@
 """Requests that are aborted or preempted while their blocks move: nothing is mixed up, nothing stays behind."""
 
+from contextlib import closing
+
 import pytest
 
 from tests.vllm.engine_fixtures import BLOCK_TOKENS, ENGINE, SHORT
@@ -98,14 +100,24 @@ def test_aborts_at_any_moment(cluster, prompt):
     check_goes_on(cluster, cluster.shm, prompt)
 
 
+def tiny_engine(model, cluster, folder):
+    """An engine whose KV cache holds two requests and a half."""
+    pool = {"pool": cluster.pool.uri, "transports": ["shm"], **SHORT}
+    options = {**ENGINE, "max_model_len": 1_024, "num_gpu_blocks_override": 40}
+    return closing(Engine(model, folder / "log", pool=pool, **options))
+
+
 @pytest.fixture(scope="module")
 def tiny(model, healthy_cluster, tmp_path_factory):
-    """An engine whose KV cache holds two requests and a half."""
-    pool = {"pool": healthy_cluster.pool.uri, "transports": ["shm"], **SHORT}
-    options = {**ENGINE, "max_model_len": 1_024, "num_gpu_blocks_override": 40}
-    engine = Engine(model, tmp_path_factory.mktemp("tiny") / "log", pool=pool, **options)
-    yield engine.wait_ready()
-    engine.close()
+    with tiny_engine(model, healthy_cluster, tmp_path_factory.mktemp("tiny")) as engine:
+        yield engine.wait_ready()
+
+
+@pytest.fixture
+def passing(model, cluster, tmp_path):
+    """One for a test that leaves it apart from the others."""
+    with tiny_engine(model, cluster, tmp_path) as engine:
+        yield engine.wait_ready()
 
 
 def preemptions(engine):
@@ -165,19 +177,19 @@ def test_preempted_while_loads_are_slow(cluster, tiny, prompt):
     cluster.check_pool_idle()
 
 
-def test_after_a_reset_nothing_saved_before_is_found(cluster, tiny, prompt):
+def test_after_a_reset_nothing_saved_before_is_found(cluster, passing, prompt):
     """As after new weights: this engine has a new namespace, and the others keep theirs."""
     asked = prompt(320)
     cluster.saved(cluster.tcp, asked)
-    known = tiny.scheduler()["namespace"]
-    assert tiny.reset(connector=True)
-    assert tiny.scheduler()["namespace"] != known
-    soon(lambda: tiny.scheduler()["reached"], "the new namespace is open")
-    cold = tiny.ask(asked)
+    known = passing.scheduler()["namespace"]
+    assert passing.reset(connector=True)
+    assert passing.scheduler()["namespace"] != known
+    soon(lambda: passing.scheduler()["reached"], "the new namespace is open")
+    cold = passing.ask(asked)
     cluster.check(asked, cold)
     assert not cold.cached_tokens
-    tiny.wait_saved()
-    assert tiny.reset()
-    assert tiny.ask(asked).cached_tokens == 320 - BLOCK_TOKENS or tiny.count("save_blocks")
+    passing.wait_saved()
+    assert passing.reset()
+    assert passing.ask(asked).cached_tokens == 320 - BLOCK_TOKENS or passing.count("save_blocks")
     assert cluster.shm.ask(asked).cached_tokens == 320
-    tiny.check_idle()
+    passing.check_idle()
