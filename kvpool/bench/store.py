@@ -26,7 +26,7 @@ from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, SEGMENT_ID_BYTES
 from kvpool.core.namespace import Namespace, parse_namespace
 from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
 from kvpool.transport.wire.connection import Connection
-from kvpool.transport.wire.messages import CommitRequest, Statuses, pack
+from kvpool.transport.wire.messages import PROTOCOL_VERSION, CommitRequest, Statuses, pack
 from kvpool.v1 import common_pb2, membership_pb2, membership_pb2_grpc
 
 BATCH_BLOCKS = 256
@@ -136,7 +136,9 @@ class IndexMember:
 
     def _join(self) -> int:
         segment = common_pb2.Segment(segment_id=self._segment_id, medium="none", capacity_bytes=_MEMBER_BYTES)
-        hello = membership_pb2.NodeHello(node_id="bench-index", incarnation=1, segments=[segment])
+        hello = membership_pb2.NodeHello(
+            node_id="bench-index", incarnation=1, segments=[segment], protocol=PROTOCOL_VERSION
+        )
         self._events.put(membership_pb2.FromNode(hello=hello))
         self._events.put(membership_pb2.FromNode(inventory_done=membership_pb2.InventoryDone()))
         # Kept: gRPC cancels a call that nobody holds any more.

@@ -22,7 +22,7 @@ from kvpool.core.members import Member, MemberSegment, Scrub
 from kvpool.meta.service import ORDERS_PER_MESSAGE, MetaService
 from kvpool.ops.grpc_server import code_of
 from kvpool.ops.logging import get_logger
-from kvpool.transport.wire.messages import unpack
+from kvpool.transport.wire.messages import PROTOCOL_VERSION, unpack
 from kvpool.v1 import membership_pb2, membership_pb2_grpc
 
 ENDPOINTS_MAX = 16
@@ -77,6 +77,11 @@ class MembershipServicer(membership_pb2_grpc.MembershipServicer):
         if first is None or first.WhichOneof("event") != "hello":
             raise ProtocolError("a control stream begins with NodeHello")
         hello = first.hello
+        if hello.protocol != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"node {hello.node_id!r} speaks version {hello.protocol}, this service {PROTOCOL_VERSION}: "
+                "upgrade the older one"
+            )
         segments = tuple(MemberSegment(s.segment_id, s.medium, s.capacity_bytes) for s in hello.segments)
         if not 1 <= len(hello.node_id) <= NODE_ID_CHARS_MAX or len(hello.endpoints) > ENDPOINTS_MAX:
             raise ProtocolError(f"node id of {len(hello.node_id)} characters, {len(hello.endpoints)} endpoints")
@@ -103,6 +108,7 @@ class _Stream:
                 session=self._member.session,
                 grant_key=self._member.key,
                 heartbeat_ms=int(self._service.settings.heartbeat_s * 1000),
+                protocol=PROTOCOL_VERSION,
             )
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from kvpool.core.directory import FreeSlot
-from kvpool.core.errors import KvpoolError
+from kvpool.core.errors import KvpoolError, ProtocolError
 from kvpool.core.limits import ANNOUNCE_BLOCKS_MAX
 from kvpool.node.copier import Copier
 from kvpool.node.headers import SlotHeaders
@@ -16,7 +16,7 @@ from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.store import NodeSession, NodeStore
 from kvpool.ops.grpc_server import raised_by
 from kvpool.ops.logging import get_logger
-from kvpool.transport.wire.messages import pack
+from kvpool.transport.wire.messages import PROTOCOL_VERSION, pack
 from kvpool.v1 import common_pb2, membership_pb2, membership_pb2_grpc
 
 REDIAL_FIRST_S = 0.05
@@ -166,10 +166,13 @@ class Control:
             incarnation=self._incarnation,
             endpoints=self._endpoints,
             segments=[self.segment()],
+            protocol=PROTOCOL_VERSION,
         )
         return membership_pb2.FromNode(hello=hello)
 
     def _welcomed(self, welcome: membership_pb2.NodeWelcome) -> None:
+        if welcome.protocol != PROTOCOL_VERSION:
+            raise ProtocolError(f"the service speaks version {welcome.protocol}, this node {PROTOCOL_VERSION}")
         if welcome.incarnation != self._meta_incarnation:
             # Another service numbers its orders anew.
             self._meta_incarnation, self._orders_applied = welcome.incarnation, 0

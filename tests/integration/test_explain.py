@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvpool.core.limits import EXPLAIN_BLOCKS_MAX
+from kvpool.transport.wire.messages import PROTOCOL_VERSION
 from kvpool.v1 import common_pb2, membership_pb2, membership_pb2_grpc
 from tests.integration.conftest import blank, open_blocks, random_blocks, random_chain
 from tests.waiting import eventually
@@ -184,7 +185,7 @@ def test_nodes_that_have_not_said_what_they_hold_are_named(start_pool):
     chain = random_chain(1)
     said = queue.SimpleQueue()
     segment = common_pb2.Segment(segment_id=bytes(16), medium="shm", capacity_bytes=1 << 20)
-    hello = membership_pb2.NodeHello(node_id="slow", incarnation=1, segments=[segment])
+    hello = membership_pb2.NodeHello(node_id="slow", incarnation=1, segments=[segment], protocol=PROTOCOL_VERSION)
     said.put(membership_pb2.FromNode(hello=hello))
     with grpc.insecure_channel(pool.uri.removeprefix("grpc://")) as channel:
         call = membership_pb2_grpc.MembershipStub(channel).Control(iter(said.get, None))
