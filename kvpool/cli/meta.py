@@ -25,6 +25,8 @@ from kvpool.ops.version import __version__
     "meta.recovery_deadline_s",
     "meta.tombstones",
     "meta.connections_max",
+    "meta.requests_max",
+    "meta.nodes_max",
     "meta.reflection",
     "meta.policy",
     "meta.replicas_max",

@@ -1,17 +1,33 @@
 """A circuit breaker: after repeated failures a peer is left alone for a while, so that waiting for it costs nothing."""
 
 import threading
+from collections.abc import Callable
 
 from kvpool.core.clock import Clock
+from kvpool.transport.backoff import equal_jitter
 
 
 class Breaker:
-    """Opens after ``failures_max`` failures in a row; lets one call try again after ``pause_s``. Thread-safe."""
+    """Opens after ``failures_max`` failures in a row; lets one call try again after a pause. Thread-safe.
 
-    def __init__(self, clock: Clock, failures_max: int = 3, pause_s: float = 1.0) -> None:
+    Args:
+        clock: Monotonic seconds.
+        failures_max: So many failures in a row open it.
+        pause_s: Longest pause.
+        jitter: Draws a pause of up to so many seconds: many clients of one dead peer must not try in step.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        failures_max: int = 3,
+        pause_s: float = 1.0,
+        jitter: Callable[[float], float] = equal_jitter,
+    ) -> None:
         self._clock = clock
         self._failures_max = failures_max
         self._pause_s = pause_s
+        self._jitter = jitter
         self._failures = 0
         self._closed_until_s = 0.0
         self._trying = False
@@ -25,7 +41,7 @@ class Breaker:
             now_s = self._clock()
             if now_s < self._closed_until_s:
                 return False
-            self._closed_until_s = now_s + self._pause_s
+            self._closed_until_s = now_s + self._jitter(self._pause_s)
             self._trying = True
             return True
 
@@ -46,4 +62,4 @@ class Breaker:
         with self._lock:
             self._failures += 1
             self._trying = False
-            self._closed_until_s = self._clock() + self._pause_s
+            self._closed_until_s = self._clock() + self._jitter(self._pause_s)

@@ -10,7 +10,7 @@ from typing import Self
 from kvpool.client.counters import Counters
 from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
-from kvpool.client.nodes import Nodes
+from kvpool.client.nodes import Nodes, Use
 from kvpool.client.results import ClientStats, DrainStatus, NodeStatus, PoolStatus, RecoveryStatus, SegmentStatus
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX, DRAIN_S_MAX, STREAMS_MAX
@@ -74,7 +74,7 @@ class Client:
             self._meta.find(deadline)
             for node in self._meta.topology.nodes:
                 with suppress(KvpoolError):  # then it has no transport, and that is shown
-                    self._nodes.transport(node, deadline)
+                    self._nodes.transport(node, deadline, Use.DIAL)
         names = self._nodes.names()
         return PoolStatus(
             incarnation=answer.incarnation,
@@ -124,6 +124,9 @@ class Client:
             verify_failures=counters.verify_failures,
             stores_refused=counters.stores_refused,
             reconnects=max(0, self._meta.reconnects),
+            retries=self._meta.budget.retries,
+            retries_denied=self._meta.budget.denied,
+            overloaded=self._meta.overloaded,
         )
 
     def _deadline(self, timeout_s: float | None) -> Deadline:

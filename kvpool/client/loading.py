@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.client.nodes import Use
 from kvpool.client.results import LoadResult
 from kvpool.core.directory import MissReason
-from kvpool.core.errors import DeadlineError, KvpoolError, UsageError
+from kvpool.core.errors import DeadlineError, KvpoolError, OverloadedError, UsageError
 from kvpool.core.keys import hash_at, select_hashes
 from kvpool.core.limits import HASH_BYTES
 from kvpool.transport import ReadBatch, ReadStatus, Transport
@@ -80,6 +81,8 @@ def load_blocks(
 
 def miss_reason(error: KvpoolError) -> MissReason:
     """What a failure on the data path means to the caller."""
+    if isinstance(error, OverloadedError):
+        return MissReason.OVERLOADED
     return MissReason.OVER_DEADLINE if isinstance(error, DeadlineError) else MissReason.NODE_DOWN
 
 
@@ -166,7 +169,7 @@ class _Load:
         client, blocks = self._keyspace._client, copies.block.tolist()
         try:
             node, segment = client._nodes.find(number, client._meta.topology)
-            transport = client._nodes.transport(node, deadline)
+            transport = client._nodes.transport(node, deadline, Use.READ)
             batch = self._batch(segment.segment_id, copies, blocks, self._destinations.select(blocks))
             with client._nodes.reading(node, len(blocks) * batch.block_bytes):
                 statuses = transport.read(batch, deadline)
@@ -174,8 +177,7 @@ class _Load:
             for block in blocks:
                 self._reasons[block] = miss_reason(error)
             return
-        if ReadStatus.FAILED in statuses or ReadStatus.LATE in statuses:
-            client._nodes.avoid(node)
+        client._nodes.judge(node, Use.READ, deadline, failed=bool({ReadStatus.FAILED, ReadStatus.LATE} & {*statuses}))
         self._take(transport, segment.segment_id, copies, blocks, statuses)
         for i in np.flatnonzero(np.frombuffer(statuses, np.uint8) == ReadStatus.BAD).tolist():
             with suppress(KvpoolError):  # the client is closing

@@ -1,5 +1,6 @@
 """The client's way to the metadata service: gRPC to find it, the framed protocol for the hot calls."""
 
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +9,17 @@ from typing import TypeVar
 import grpc
 
 from kvpool.client.breaker import Breaker
-from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, SettingsError, UnavailableError
+from kvpool.client.retries import RetryBudget
+from kvpool.core.errors import (
+    ClosedError,
+    DeadlineError,
+    KvpoolError,
+    OverloadedError,
+    SettingsError,
+    UnavailableError,
+)
 from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
+from kvpool.transport.backoff import full_jitter
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.pool import ConnectionPool, first_reachable
@@ -25,6 +35,9 @@ PATIENCE_S = 0.2
 
 PAUSE_S = 0.5
 """A service that did not answer is tried again so often: a refused dial costs little, a pool unfound much."""
+
+RETRY_PAUSE_S = 0.05
+"""Longest pause before a call is repeated: clients of a service that restarts do not all come back at once."""
 
 _FRAMED = "framed"
 
@@ -45,6 +58,9 @@ class MetaClient:
             raise SettingsError(f"pool {uri!r} is not an address; write grpc://HOST:PORT, e.g. grpc://127.0.0.1:7300")
         self.uri = uri
         self.reconnects = -1
+        self.overloaded = 0
+        self.budget = RetryBudget()
+        self._lock = threading.Lock()
         split_address(uri.removeprefix("grpc://"))
         self._principal = principal
         self._channel = grpc.insecure_channel(uri.removeprefix("grpc://"), options=CHANNEL_OPTIONS)
@@ -81,26 +97,25 @@ class MetaClient:
         return self._ask(self._admin.CancelDrain, admin_pb2.CancelDrainRequest(node_id=node_id), deadline)
 
     def call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool) -> Reply:
-        """A hot call; ``again`` allows one more try on a new connection.
+        """A hot call; ``again`` allows one more try on a new connection, if the retry budget does too.
 
         Raises:
             UnavailableError: The service cannot be reached, or was found dead lately.
+            OverloadedError: It has too much to do; that is not tried again.
             KvpoolError: What the service answered.
         """
         if not self._breaker.allows():
             raise UnavailableError(f"{self.uri} did not answer lately; it is tried again within a second")
+        self.budget.called()
         try:
-            reply = self._call_once(request, reply_type, deadline)
-        except UnavailableError as error:
-            # A caller in a hurry says nothing of the service: others share the breaker.
-            if not isinstance(error, DeadlineError) or deadline.timeout_s >= PATIENCE_S:
-                self._breaker.failed()
-                self._pools.drop(_FRAMED)
-            if not again:
+            return self._call_once(request, reply_type, deadline)
+        except OverloadedError:
+            raise
+        except UnavailableError:
+            if not again or not self.budget.allows():
                 raise
-            reply = self._call_once(request, reply_type, deadline)
-        self._breaker.succeeded()
-        return reply
+        time.sleep(min(full_jitter(RETRY_PAUSE_S), deadline.left_s()))
+        return self._call_once(request, reply_type, deadline)
 
     def find(self, deadline: Deadline) -> ConnectionPool:
         """Connections to the framed protocol; asks gRPC where it is when there are none."""
@@ -121,8 +136,29 @@ class MetaClient:
         self._channel.close()
 
     def _call_once(self, request: Message, reply_type: type[Reply], deadline: Deadline) -> Reply:
-        with self.find(deadline).connection(deadline.left_s()) as connection:
-            return connection.call(request, reply_type, deadline.left_s())
+        pool: ConnectionPool | None = None
+        try:
+            pool = self.find(deadline)
+            with pool.connection(deadline.left_s()) as connection:
+                reply = connection.call(request, reply_type, deadline.left_s())
+        except KvpoolError as error:
+            self._judge(error, pool, deadline)
+            raise
+        self._breaker.succeeded()
+        return reply
+
+    def _judge(self, error: KvpoolError, pool: ConnectionPool | None, deadline: Deadline) -> None:
+        """What a failed call says of the service."""
+        if isinstance(error, OverloadedError):
+            with self._lock:
+                self.overloaded += 1
+        if isinstance(error, OverloadedError) or not isinstance(error, UnavailableError):
+            self._breaker.succeeded()  # it answered
+        elif not isinstance(error, DeadlineError) or deadline.timeout_s >= PATIENCE_S:
+            # A caller in a hurry says nothing of the service: others share the breaker.
+            self._breaker.failed()
+            if pool is not None:
+                self._pools.drop(_FRAMED, pool)
 
     def _find(self, deadline: Deadline) -> ConnectionPool:
         answer = self._pool(deadline)
@@ -145,7 +181,7 @@ class MetaClient:
 
     def _failure(self, error: grpc.RpcError) -> KvpoolError:
         raised = raised_by(error)
-        if isinstance(raised, UnavailableError):
+        if isinstance(raised, UnavailableError) and not isinstance(raised, OverloadedError):
             return type(raised)(f"pool {self.uri} cannot be reached: {raised}; check that `kvpool meta` runs there")
         return raised
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -22,6 +23,17 @@ LOCAL_SCHEMES = frozenset({"inproc", "shm", "unix"})
 
 AVOIDED_S = 1.0
 """How long a node that failed a read is the last choice."""
+
+PATIENCE_S = 0.2
+"""Calls with shorter deadlines do not count against a node when they run out."""
+
+
+class Use(Enum):
+    """What a node is wanted for; each has a circuit breaker: over `shm`, a node that hangs can still be read."""
+
+    DIAL = 0
+    READ = 1
+    WRITE = 2
 
 
 class Nodes:
@@ -40,7 +52,7 @@ class Nodes:
         self._principal = principal
         self._streams = streams
         self._transports: OpenOnce[int, Transport] = OpenOnce("the client", methodcaller("close"))
-        self._breakers: dict[int, Breaker] = {}
+        self._breakers: dict[tuple[int, Use], Breaker] = {}
         self._segments: dict[int, tuple[NodeInfo, SegmentInfo]] = {}
         self._version = 0
         self._lock = threading.Lock()
@@ -56,12 +68,15 @@ class Nodes:
             raise UnavailableError(f"segment {number} is of no node known here")
         return found
 
-    def transport(self, node: NodeInfo, deadline: Deadline) -> Transport:
-        """The transport to ``node``.
+    def transport(self, node: NodeInfo, deadline: Deadline, use: Use) -> Transport:
+        """The transport to ``node``; the caller tells `judge` how it went.
 
         Raises:
-            UnavailableError: None of its endpoints can be reached with the schemes allowed.
+            UnavailableError: None of its endpoints can be reached with the schemes allowed, or calls of this use
+                failed several times in a row just now.
         """
+        if use != Use.DIAL and not self._breaker(node, use).allows():
+            raise UnavailableError(f"node {node.node_id} did not answer lately; it is tried again within a second")
         return self._transports.get(node.incarnation, partial(self._try, node, deadline), deadline)
 
     def cost(self, number: int, topology: Topology) -> tuple[bool, bool, int, float]:
@@ -88,9 +103,15 @@ class Nodes:
             with self._lock:
                 self._reading_bytes[node.incarnation] -= size_bytes
 
-    def avoid(self, node: NodeInfo) -> None:
-        """A read from ``node`` failed or was late: others are better for a while."""
-        self._avoided_until_s[node.incarnation] = time.monotonic() + AVOIDED_S
+    def judge(self, node: NodeInfo, use: Use, deadline: Deadline, *, failed: bool) -> None:
+        """A call ended; where it failed or was late, others are better for a while."""
+        if not failed:
+            self._breaker(node, use).succeeded()
+            return
+        if use == Use.READ:
+            self._avoided_until_s[node.incarnation] = time.monotonic() + AVOIDED_S
+        if deadline.timeout_s >= PATIENCE_S:
+            self._breaker(node, use).failed()
 
     def names(self) -> dict[int, str]:
         """Name of the transport in use, by node incarnation."""
@@ -115,19 +136,30 @@ class Nodes:
         self._version = topology.version
         for incarnation in [i for i in self._avoided_until_s if i not in alive]:
             self._avoided_until_s.pop(incarnation, None)
+        for incarnation, use in [key for key in list(self._breakers) if key[0] not in alive]:
+            self._breakers.pop((incarnation, use), None)
         for incarnation in self.names():
             if incarnation not in alive:
                 self._transports.drop(incarnation)
 
+    def _breaker(self, node: NodeInfo, use: Use) -> Breaker:
+        found = self._breakers.get((node.incarnation, use))
+        if found is None:
+            new = Breaker(time.monotonic, failures_max=1 if use == Use.DIAL else 3)
+            found = self._breakers.setdefault((node.incarnation, use), new)
+        return found
+
     def _try(self, node: NodeInfo, deadline: Deadline) -> Transport:
-        breaker = self._breakers.setdefault(node.incarnation, Breaker(time.monotonic, failures_max=1))
+        breaker = self._breaker(node, Use.DIAL)
         if not breaker.allows():
             raise UnavailableError(f"node {node.node_id} could not be reached lately")
         try:
             where = (node.node_id, node.endpoints, self._schemes, self._principal, node.incarnation, self._streams)
-            return open_best(*where, deadline)
+            transport = open_best(*where, deadline)
         except DeadlineError:
             raise  # this caller's time was short: that says nothing of the node
         except KvpoolError:
             breaker.failed()
             raise
+        breaker.succeeded()
+        return transport

@@ -109,6 +109,9 @@ class ClientStats:
         verify_failures: Blocks whose bytes were not the right ones.
         stores_refused: Blocks that a store could not place or finish.
         reconnects: Times the metadata service had to be found again.
+        retries: Calls that failed and were made once more.
+        retries_denied: Those that were not, because the retry budget was used up.
+        overloaded: Calls that the metadata service refused, having too much to do.
     """
 
     loaded_bytes: dict[str, int]
@@ -117,6 +120,9 @@ class ClientStats:
     verify_failures: int
     stores_refused: int
     reconnects: int
+    retries: int
+    retries_denied: int
+    overloaded: int
 
 
 @dataclass(frozen=True, slots=True)

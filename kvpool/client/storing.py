@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvpool.client.nodes import Use
 from kvpool.client.results import Reservation, StoreResult, WriteResult
 from kvpool.core.directory import Want
 from kvpool.core.errors import KvpoolError, UnavailableError, UsageError
@@ -202,7 +203,7 @@ def _write_segment(
     client, namespace = keyspace._client, keyspace.namespace
     try:
         node, segment = client._nodes.find(number, client._meta.topology)
-        transport = client._nodes.transport(node, deadline)
+        transport = client._nodes.transport(node, deadline, Use.WRITE)
         batches = [
             WriteBatch(
                 grant=grant.grant,
@@ -219,6 +220,7 @@ def _write_segment(
         statuses = transport.write(batches, deadline)
     except KvpoolError:
         return [bytearray([WriteStatus.FAILED]) * len(some) for some in blocks]
+    client._nodes.judge(node, Use.WRITE, deadline, failed=any(WriteStatus.FAILED in status for status in statuses))
     committed = sum(status.count(WriteStatus.COMMITTED) for status in statuses)
     client._counters.stored(transport.name, committed * namespace.block_bytes)
     return statuses

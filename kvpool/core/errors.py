@@ -9,7 +9,8 @@ KvpoolError
 │   ├── ClosedError             use after close()
 │   └── SettingsError           a setting that cannot be: names the key, the value and the fix
 ├── UnavailableError        the pool cannot be reached now; retrying may help
-│   └── DeadlineError           the call's deadline ran out
+│   ├── DeadlineError           the call's deadline ran out
+│   └── OverloadedError         the peer is there, and has too much to do: try later
 ├── ProtocolError           the peer sent what the wire contract does not allow; the connection is closed
 ├── UnknownNamespaceError   the service does not know the namespace (it restarted): open it again
 └── CapacityError           memory that cannot be had: segment too large, limits reached
@@ -24,6 +25,7 @@ __all__ = [
     "InvalidNamespaceError",
     "KvpoolError",
     "NamespaceMismatchError",
+    "OverloadedError",
     "ProtocolError",
     "SettingsError",
     "UnavailableError",
@@ -70,6 +72,10 @@ class UnavailableError(KvpoolError):
 
 class DeadlineError(UnavailableError):
     """The call did not end within its deadline."""
+
+
+class OverloadedError(UnavailableError):
+    """The peer refuses calls beyond its limit; it did nothing, and may do it later."""
 
 
 class ProtocolError(KvpoolError):

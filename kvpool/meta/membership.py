@@ -20,6 +20,7 @@ from kvpool.core.limits import (
 )
 from kvpool.core.members import Member, MemberSegment, Scrub
 from kvpool.meta.service import ORDERS_PER_MESSAGE, MetaService
+from kvpool.ops.admission import Admission
 from kvpool.ops.grpc_server import code_of
 from kvpool.ops.logging import get_logger
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, unpack
@@ -38,19 +39,30 @@ log = get_logger(__name__)
 
 
 class MembershipServicer(membership_pb2_grpc.MembershipServicer):
-    """`kvpool.v1.Membership`."""
+    """`kvpool.v1.Membership`.
+
+    Attributes:
+        nodes: Whose streams are let in; counts those which were not.
+    """
 
     def __init__(self, service: MetaService) -> None:
         self._service = service
+        self.nodes = Admission("nodes", service.settings.nodes_max)
 
     def Control(
         self, request_iterator: Iterator[membership_pb2.FromNode], context: grpc.ServicerContext
     ) -> Iterator[membership_pb2.ToNode]:
         """One node's stream; when it ends, so does the node's session."""
         try:
-            member = self._join(request_iterator)
+            with self.nodes:
+                yield from self._serve(request_iterator, context)
         except KvpoolError as error:
             context.abort(code_of(error), str(error))
+
+    def _serve(
+        self, request_iterator: Iterator[membership_pb2.FromNode], context: grpc.ServicerContext
+    ) -> Iterator[membership_pb2.ToNode]:
+        member = self._join(request_iterator)
         stream = _Stream(self._service, member)
         reader = threading.Thread(target=stream.read, args=(request_iterator,), name="kvpool-control", daemon=True)
         reader.start()

@@ -46,6 +46,7 @@ class MetaServer:
             lambda _number, _local: MetaSession(self.service),
             settings.connections_max,
         )
+        self._membership = MembershipServicer(self.service)
         self._grpc: GrpcServer | None = None
         self._stopping = threading.Event()
         self._is_ready = threading.Event()
@@ -70,7 +71,12 @@ class MetaServer:
             if settings.unix_socket is not None:
                 framed.insert(0, self._framed.listen_unix(settings.unix_socket))
             self._framed.start()
-            self._grpc = GrpcServer(SERVICES, lambda s: self._register(s, framed), reflection_on=settings.reflection)
+            self._grpc = GrpcServer(
+                SERVICES,
+                lambda s: self._register(s, framed),
+                streams_max=settings.nodes_max,
+                reflection_on=settings.reflection,
+            )
             self.grpc_address = self._grpc.start(settings.listen, settings.grpc_port)
             self._show_readiness()
         except BaseException:
@@ -94,8 +100,16 @@ class MetaServer:
 
     def _register(self, server: grpc.Server, framed: list[str]) -> None:
         directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryServicer(self.service, framed, __version__), server)
-        membership_pb2_grpc.add_MembershipServicer_to_server(MembershipServicer(self.service), server)
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self.service, __version__), server)
+        membership_pb2_grpc.add_MembershipServicer_to_server(self._membership, server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self.service, __version__, self._refusals), server)
+
+    def _refusals(self) -> dict[str, int]:
+        return {
+            "refused_requests": self.service.requests.refused,
+            "refused_nodes": self._membership.nodes.refused,
+            "refused_calls": self._grpc.calls.refused if self._grpc is not None else 0,
+            "refused_connections": self._framed.refused_connections,
+        }
 
     def _recovered(self) -> None:
         self._is_ready.set()

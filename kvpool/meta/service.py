@@ -24,6 +24,7 @@ from kvpool.meta.losing import Losses
 from kvpool.meta.moving import Mover
 from kvpool.meta.results import MetaStatus, RecoveryStatus, Reserved
 from kvpool.meta.topology import TopologyView
+from kvpool.ops.admission import Admission
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
 from kvpool.transport.wire.messages import Topology
@@ -48,6 +49,7 @@ class MetaService:
         on_recovered: Called once, when the directory is rebuilt; must not call back.
 
     Attributes:
+        requests: Who is let in to ask for something new; what ends something begun always is.
         work: Set when `tick` has something to do that should not wait.
         mover: Copies blocks between nodes, and drains nodes.
     """
@@ -73,6 +75,7 @@ class MetaService:
         self._members = Members(clock, random_bytes, settings.node_ttl_s)
         self._granting = Granting(self._directory, self._members, self.incarnation)
         self._lock = threading.Lock()
+        self.requests = Admission("look-ups and reservations", settings.requests_max, self._lock)
         self._orders_changed = threading.Condition(self._lock)
         self._topology = TopologyView(self._members)
         self._losses = Losses(self._directory, self._lock)
@@ -95,7 +98,7 @@ class MetaService:
 
     def match(self, namespace_id: bytes, hashes: bytes, first: int, lease_s: float) -> Match:
         """See `Directory.match`."""
-        with self._lock:
+        with self.requests:
             if self._may_come(namespace_id):
                 return Match(0, MissReason.RECOVERING)
             return self._directory.match(_checked_id(namespace_id), hashes, first, self._lease_s(lease_s))
@@ -107,7 +110,7 @@ class MetaService:
 
     def locate(self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None) -> Location:
         """See `Directory.locate`."""
-        with self._lock:
+        with self.requests:
             if self._may_come(namespace_id):
                 return Location.nothing(MissReason.RECOVERING)
             return self._directory.locate(_checked_id(namespace_id), hashes, first, shard)
@@ -120,7 +123,7 @@ class MetaService:
         if len(parent) not in (0, HASH_BYTES):
             raise InvalidHashError(f"parent is {len(parent)} bytes; a block hash is {HASH_BYTES}")
         ttl_s = min(ttl_s or self.settings.reservation_ttl_s, RESERVATION_S_MAX)
-        with self._lock:
+        with self.requests:
             result = self._directory.reserve(namespace_id, hashes, first, parent, owner=owner, ttl_s=ttl_s)
             above = parent if not first else hash_at(hashes, first - 1)
             chain = (above or bytes(HASH_BYTES)) + hashes[first * HASH_BYTES :]

@@ -1,6 +1,7 @@
 """gRPC servicers of the metadata service: they translate messages and decide nothing."""
 
 import dataclasses
+from collections.abc import Callable
 
 import grpc
 
@@ -121,11 +122,18 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """`kvpool.v1.Admin`."""
+    """`kvpool.v1.Admin`.
 
-    def __init__(self, service: MetaService, version: str) -> None:
+    Args:
+        service: What answers.
+        version: Of the software.
+        refusals: Counts of what was refused for want of capacity, by name.
+    """
+
+    def __init__(self, service: MetaService, version: str, refusals: Callable[[], dict[str, int]]) -> None:
         self._service = service
         self._version = version
+        self._refusals = refusals
 
     def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
@@ -139,7 +147,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 admin_pb2.NamespaceStatus(namespace=namespace.id, document=namespace.document)
                 for namespace in status.namespaces
             ],
-            counters=dataclasses.asdict(status.stats),
+            counters=dataclasses.asdict(status.stats) | self._refusals(),
             recovery=admin_pb2.Recovery(
                 active=status.recovery.active,
                 nodes_reported=status.recovery.reported_nodes,

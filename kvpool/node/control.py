@@ -16,12 +16,13 @@ from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.store import NodeSession, NodeStore
 from kvpool.ops.grpc_server import raised_by
 from kvpool.ops.logging import get_logger
+from kvpool.transport.backoff import Backoff
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, pack
 from kvpool.v1 import common_pb2, membership_pb2, membership_pb2_grpc
 
-REDIAL_FIRST_S = 0.05
+REDIAL_FIRST_S = 0.2
 REDIAL_MAX_S = 1.0
-"""A node is back within two seconds of its service."""
+"""Limits of the pauses: a node is back within two seconds of its service, and a thousand nodes not all at once."""
 NO_NUMBER = 0xFFFF_FFFF
 INVENTORY_PART_BLOCKS = 4_096
 """Blocks of one part: how long one holds the directory, about 5 ms."""
@@ -96,11 +97,10 @@ class Control:
             self._thread.join()
 
     def _run(self) -> None:
-        delay_s = REDIAL_FIRST_S
+        backoff = Backoff(REDIAL_FIRST_S, REDIAL_MAX_S)
         while not self._stopping.is_set():
             try:
                 self._one_session()
-                delay_s = REDIAL_FIRST_S
             except grpc.RpcError as error:
                 self.failure = str(raised_by(error))
             except KvpoolError as error:
@@ -108,10 +108,9 @@ class Control:
             self._store.session = None
             if self.ready.is_set() and not self._stopping.is_set():
                 log.warning("control_stream_ended", node=self._node_id, reason=self.failure)
-                delay_s = REDIAL_FIRST_S
+                backoff.reset()
             self.ready.clear()
-            self._stopping.wait(delay_s)
-            delay_s = min(2 * delay_s, REDIAL_MAX_S)
+            self._stopping.wait(backoff.next_s())
 
     def _one_session(self) -> None:
         self._out = queue.SimpleQueue()

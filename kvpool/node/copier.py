@@ -34,6 +34,9 @@ STREAMS = 2
 FETCH_TIMEOUT_S = 10.0
 """Time for one order; a source that does not answer holds up the orders behind it no longer."""
 
+ORDERS_MAX = 64
+"""Orders that may wait; the service has a few open at a time, and asks again for what is not carried out."""
+
 OWNER = 1 << 65
 """Names the copier as a writer, apart from connections and from writers over gRPC."""
 
@@ -62,8 +65,11 @@ class Copier:
         self._thread.start()
 
     def put(self, order: membership_pb2.FetchBlocks) -> None:
-        """Carry ``order`` out after those before it."""
-        self._orders.put(order)
+        """Carry ``order`` out after those before it; dropped when too many wait."""
+        if self._orders.qsize() < ORDERS_MAX:
+            self._orders.put(order)
+        else:
+            log.warning("fetch_dropped", source=order.source_node_id, waiting=ORDERS_MAX)
 
     def stop(self) -> None:
         """Drop what was not begun, and wait for what was."""

@@ -1,6 +1,7 @@
 """The node's way to the metadata service for commits: the framed protocol, as fast as a client's."""
 
 import threading
+from typing import TypeVar
 
 import grpc
 import numpy as np
@@ -18,6 +19,7 @@ from kvpool.transport.wire.messages import (
     CommitRequest,
     Done,
     GoneRequest,
+    Message,
     Statuses,
     pack,
     unpack,
@@ -25,6 +27,8 @@ from kvpool.transport.wire.messages import (
 from kvpool.v1 import directory_pb2, directory_pb2_grpc
 
 CALL_TIMEOUT_S = 5.0
+
+Reply = TypeVar("Reply", bound=Message)
 
 log = get_logger(__name__)
 
@@ -71,16 +75,14 @@ class MetaLink:
             generations=pack(records["generation"], "<u8"),
             checksums=pack(records["checksum"], "<u8"),
         )
-        with pool.connection(CALL_TIMEOUT_S) as connection:
-            statuses = connection.call(request, Statuses, CALL_TIMEOUT_S).statuses
+        statuses = _call(pool, request, Statuses).statuses
         return unpack("statuses", statuses, "u1", len(headers))
 
     def abort(self, reservation: int, hashes: list[bytes]) -> None:
         """See `DirectoryLink.abort`."""
         try:
             pool, _ = self._current()
-            with pool.connection(CALL_TIMEOUT_S) as connection:
-                connection.call(AbortRequest(reservation, b"".join(hashes), crowded=False), Done, CALL_TIMEOUT_S)
+            _call(pool, AbortRequest(reservation, b"".join(hashes), crowded=False), Done)
         except KvpoolError as error:
             log.info("abort_not_delivered", reservation=reservation, error=str(error))
 
@@ -97,8 +99,7 @@ class MetaLink:
                 generations=pack(headers.records["generation"], "<u8"),
                 bad=True,
             )
-            with pool.connection(CALL_TIMEOUT_S) as connection:
-                connection.call(request, Done, CALL_TIMEOUT_S)
+            _call(pool, request, Done)
         except KvpoolError as error:
             # Readers refuse them, and the next inventory does not name them.
             log.info("gone_not_delivered", slots=len(headers), error=str(error))
@@ -124,3 +125,9 @@ class MetaLink:
             if self._pool is None or self._session is None:
                 raise UnavailableError("the node has not joined the metadata service")
             return self._pool, self._session
+
+
+def _call(pool: ConnectionPool, request: Message, reply_type: type[Reply]) -> Reply:
+    deadline = Deadline(CALL_TIMEOUT_S)
+    with pool.connection(deadline.left_s()) as connection:
+        return connection.call(request, reply_type, deadline.left_s())

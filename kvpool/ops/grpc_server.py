@@ -11,10 +11,16 @@ from grpc_reflection.v1alpha import reflection
 from kvpool.core import errors
 from kvpool.core.errors import CapacityError, KvpoolError
 from kvpool.core.limits import DEADLINE_S_MAX, FRAME_BODY_BYTES_MAX
+from kvpool.ops.admission import Admission
 from kvpool.ops.logging import get_logger
 
 MESSAGE_BYTES_MAX = FRAME_BODY_BYTES_MAX
-STREAMS_MAX = 256
+CALLS_MAX = 128
+"""Unary calls served at a time; the hot ones are not among them."""
+
+SPARE_CALLS = 32
+"""Beyond the limits, so that a refusal can be told; further calls are refused by gRPC itself."""
+
 ERROR_KEY = "kvpool-error"
 """Trailing metadata that names the class of `kvpool.core.errors` a failed call stands for."""
 
@@ -39,7 +45,7 @@ CHANNEL_OPTIONS = (
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # two servers must not share a port unnoticed
-    ("grpc.max_concurrent_streams", STREAMS_MAX),
+    ("grpc.max_concurrent_streams", CALLS_MAX),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ping every 30 s
 )
 
@@ -47,6 +53,7 @@ _CODES = {
     errors.UnknownNamespaceError: grpc.StatusCode.NOT_FOUND,
     errors.UsageError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
     errors.ProtocolError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -61,18 +68,29 @@ class GrpcServer:
     Args:
         services: Full names of the services.
         register: Adds the servicers to the server.
+        streams_max: Calls that last, beside the others: each holds a thread for as long as it does.
         reflection_on: Whether to describe them to anyone who asks.
+
+    Attributes:
+        calls: Who is let in; counts those who were not.
     """
 
     def __init__(
-        self, services: Iterable[str], register: Callable[[grpc.Server], None], *, reflection_on: bool = False
+        self,
+        services: Iterable[str],
+        register: Callable[[grpc.Server], None],
+        *,
+        streams_max: int = 0,
+        reflection_on: bool = False,
     ) -> None:
         self._services = ["", *services]
+        self.calls = Admission("calls", CALLS_MAX)
+        threads = CALLS_MAX + streams_max + SPARE_CALLS
         self._server = grpc.server(
-            ThreadPoolExecutor(STREAMS_MAX, "kvpool-grpc"),
+            ThreadPoolExecutor(threads, "kvpool-grpc"),
             options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=STREAMS_MAX,
-            interceptors=[_DeadlineRequired()],
+            maximum_concurrent_rpcs=threads,
+            interceptors=[_Admitted(self.calls)],
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -104,8 +122,11 @@ class GrpcServer:
         self._server.stop(grace_s).wait()
 
 
-class _DeadlineRequired(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses unary calls without a deadline, or with one above the limit: nothing may wait for ever."""
+class _Admitted(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses unary calls without a deadline, or with one above the limit, and those of too many at a time."""
+
+    def __init__(self, calls: Admission) -> None:
+        self._calls = calls
 
     def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401 - grpc's
         handler = continuation(details)
@@ -121,7 +142,8 @@ class _DeadlineRequired(grpc.ServerInterceptor):  # type: ignore[type-arg]
                     f"the call needs a deadline of at most {DEADLINE_S_MAX:g} s; set a timeout",
                 )
             try:
-                return inner(request, context)
+                with self._calls:
+                    return inner(request, context)
             except KvpoolError as error:
                 context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
                 context.abort(code_of(error), str(error))
@@ -139,6 +161,8 @@ def raised_by(error: grpc.RpcError) -> KvpoolError:
         return kind(details)
     if call.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineError(details)
+    if call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.OverloadedError(details)
     return errors.UnavailableError(details)
 
 

@@ -142,6 +142,12 @@ class MetaSettings(_ServerSettings):
     unix_socket: SocketPath | None = None
     """Unix socket that serves the framed protocol too; none by default."""
 
+    requests_max: Annotated[int, Field(ge=1, le=CONNECTIONS_MAX)] = 256
+    """Look-ups and reservations at work, or waiting for their turn, at a time; more are refused."""
+
+    nodes_max: Annotated[int, Field(ge=1, le=SEGMENTS_MAX)] = 1024
+    """Store nodes served at a time; more are refused."""
+
     lease_max_s: Annotated[Duration, Field(le=LEASE_S_MAX)] = 30.0
     """Longest lease granted; longer ones are shortened to it."""
 

@@ -48,12 +48,17 @@ class OpenOnce(Generic[Key, Value]):
         finally:
             gate.release()
 
-    def drop(self, key: Key) -> None:
-        """Close the value of ``key``, if there is one; the next `get` opens another."""
+    def drop(self, key: Key, only: Value | None = None) -> None:
+        """Close the value of ``key``, if there is one; the next `get` opens another.
+
+        With ``only``, if it is still that one: of many who saw it fail, none closes what another has opened since.
+        """
         with self._lock:
-            value = self._values.pop(key, None)
-        if value is not None:
-            self._close_value(value)
+            value = self._values.get(key)
+            if value is None or (only is not None and value is not only):
+                return
+            del self._values[key]
+        self._close_value(value)
 
     def items(self) -> list[tuple[Key, Value]]:
         """What is open now."""

@@ -19,6 +19,7 @@ import kvpool.node.control
 import kvpool.node.copier
 import kvpool.node.link
 import kvpool.node.server
+import kvpool.transport.backoff
 import kvpool.transport.copying
 import kvpool.transport.deadline
 import kvpool.transport.shm
@@ -112,6 +113,9 @@ class SimpleQueue:
         for task in self._waiters:
             current().wake(task)
 
+    def qsize(self):
+        return len(self._items)
+
     def get(self):
         task = current().task
         while not self._items:
@@ -196,6 +200,7 @@ def _replacements(quarantine_s):
         kvpool.client.nodes,
         kvpool.node.server,
         kvpool.transport.deadline,
+        wire.server,
     ]
     threads = [service, losing, kvpool.meta.membership, control, copier]
     return [
@@ -207,6 +212,7 @@ def _replacements(quarantine_s):
         (losing, "LOSS_BLOCKS", 2),
         (kvpool.core.directory.heat, "SAMPLE_EVERY", 1),
         (kvpool.client.nodes, "random", Random),
+        (kvpool.transport.backoff, "random", Random),
         (kvpool.node.server, "Slots", short_rest(quarantine_s)),
         (kvpool.transport.copying, "np", SteppingNumpy()),
         (kvpool.transport.copying, "CHUNK_BYTES", COPY_BYTES),

@@ -13,7 +13,7 @@ def clock():
 
 @pytest.fixture
 def breaker(clock):
-    return Breaker(clock, failures_max=3, pause_s=1.0)
+    return Breaker(clock, failures_max=3, pause_s=1.0, jitter=lambda most_s: most_s)
 
 
 def fail(breaker, times):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvpool.client.nodes import Nodes
+from kvpool.client.nodes import Nodes, Use
+from kvpool.transport.deadline import Deadline
 from kvpool.transport.wire.messages import NodeInfo, SegmentInfo, Topology
 
 
@@ -54,13 +55,13 @@ def test_a_node_that_failed_is_the_last_choice(nodes, tmp_path):
     topology = Topology(1, [failed, far])
     assert best(nodes, topology) == 1
 
-    nodes.avoid(failed)
+    nodes.judge(failed, Use.READ, Deadline(1.0), failed=True)
 
     assert best(nodes, topology) == 2
 
 
 def test_a_segment_of_no_node_comes_after_all_others(nodes):
     topology = Topology(1, [make_node(1)])
-    nodes.avoid(topology.nodes[0])
+    nodes.judge(topology.nodes[0], Use.READ, Deadline(1.0), failed=True)
 
     assert nodes.cost(1, topology) < nodes.cost(99, topology)

@@ -92,4 +92,4 @@ def test_nothing_is_asked_of_a_pool_that_was_never_reached(pool):
     calls.reserve(1, bytes(32), 0)
     assert calls.reservations.get(timeout=10).reservation is None
     calls.close()
-    eventually(lambda: calls._others._shutdown)
+    eventually(lambda: calls._others._executor._shutdown)

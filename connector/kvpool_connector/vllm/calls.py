@@ -4,6 +4,7 @@ Lookups run beside each other; reservations one after the other, because a block
 """
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,9 @@ from kvpool.client.breaker import Breaker
 from kvpool_connector.vllm.link import PoolLink
 
 LOOKUP_THREADS = 4
+WAITING_MAX = 1_024
+"""Calls of each kind that may be under way or wait; further ones fail at once, as those would that wait too long."""
+
 FAILURES_MAX = 3
 PAUSE_S = 1.0
 
@@ -57,8 +61,8 @@ class PoolCalls:
         self._lease_s = lease_s
         self._lookup_timeout_s = lookup_timeout_s
         self._call_timeout_s = call_timeout_s
-        self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, "kvpool-lookup")
-        self._others = ThreadPoolExecutor(1, "kvpool-reserve")
+        self._lookups = _Waiting(LOOKUP_THREADS, "kvpool-lookup")
+        self._others = _Waiting(1, "kvpool-reserve")
         self._breaker = Breaker(time.monotonic, FAILURES_MAX, PAUSE_S)
 
     def available(self, *, queued: bool = False) -> bool:
@@ -73,11 +77,14 @@ class PoolCalls:
 
     def look_up(self, request_id: str, number: int, hashes: bytes) -> None:
         """Ask how much of the chain the pool holds; the answer comes to `answers`."""
-        self._lookups.submit(self._match, request_id, number, hashes, time.monotonic())
+        if not self._lookups.submit(partial(self._match, request_id, number, hashes, time.monotonic())):
+            self.answers.put(Answered(request_id, number, 0, 0, 0.0, failed=True))
 
     def reserve(self, number: int, hashes: bytes, first: int) -> None:
         """Ask for places for the chain's blocks from ``first`` on; the answer comes to `reservations`."""
-        self._others.submit(self._reserve, number, hashes, first, time.monotonic() + self._call_timeout_s)
+        deadline_s = time.monotonic() + self._call_timeout_s
+        if not self._others.submit(partial(self._reserve, number, hashes, first, deadline_s)):
+            self.reservations.put(Reserved(number, None, "too many calls wait for the pool"))
 
     def release(self, lease: int) -> None:
         """End a lease."""
@@ -90,8 +97,8 @@ class PoolCalls:
 
     def close(self) -> None:
         """End the threads; what has not begun is dropped."""
-        self._lookups.shutdown(wait=False, cancel_futures=True)
-        self._others.shutdown(wait=False, cancel_futures=True)
+        self._lookups.close()
+        self._others.close()
 
     def _match(self, request_id: str, number: int, hashes: bytes, started_s: float) -> None:
         left_s = started_s + self._lookup_timeout_s - time.monotonic()
@@ -140,3 +147,22 @@ class PoolCalls:
             self._breaker.failed()
         else:
             self._breaker.succeeded()
+
+
+class _Waiting:
+    """Threads with a queue that has an end."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._free = threading.Semaphore(WAITING_MAX)
+        self._executor = ThreadPoolExecutor(threads, name)
+
+    def submit(self, call: Callable[[], object]) -> bool:
+        """Make the call on one of the threads; False when too many wait for that."""
+        if not self._free.acquire(blocking=False):
+            return False
+        self._executor.submit(call).add_done_callback(lambda _: self._free.release())
+        return True
+
+    def close(self) -> None:
+        """End the threads; what has not begun is dropped."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -8,9 +8,12 @@ from functools import partial
 
 import kvpool
 from kvpool import Client, Keyspace, KvpoolError, Namespace, PoolStatus, UsageError
+from kvpool.transport.backoff import full_jitter
 from kvpool_connector.vllm.config import ConnectorConfig
 
 RETRY_S = 1.0
+"""Longest pause between attempts to reach the pool; engines that lost it together come back one by one."""
+
 log = logging.getLogger("vllm.kvpool")
 
 
@@ -79,7 +82,7 @@ class PoolLink:
                 if not said:
                     log.warning("kvpool is not reachable yet, the engine runs without it: %s", error)
                 said = True
-            self._closed.wait(RETRY_S)
+            self._closed.wait(full_jitter(RETRY_S))
 
     def _connect(self) -> bool:
         client = kvpool.connect(

@@ -16,6 +16,8 @@ class MissReason(StrEnum):
     NODE_DOWN = "node_down"
     VERIFY_FAILED = "verify_failed"
     OVER_DEADLINE = "over_deadline"
+    OVERLOADED = "overloaded"
+    """The metadata service refused the call: it has too many at a time."""
     NOT_WORTH_LOADING = "not_worth_loading"
     RECOVERING = "recovering"
     QUOTA = "quota"

@@ -3,16 +3,19 @@
 Requests of one connection are answered in order. What a connection may ask is decided by its `Session`.
 """
 
+import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvpool.core.errors import CapacityError, KvpoolError, ProtocolError
+from kvpool.core.errors import CapacityError, KvpoolError, OverloadedError, ProtocolError
+from kvpool.core.limits import DEADLINE_S_MAX
 from kvpool.ops.logging import get_logger
 from kvpool.transport.wire.connection import Buffers, FramedSocket
 from kvpool.transport.wire.frame import Header
@@ -20,6 +23,13 @@ from kvpool.transport.wire.messages import PROTOCOL_VERSION, ErrorReply, Hello, 
 
 STALL_S = 30.0
 """How long a peer may stop in the middle of a frame, or leave a reply unread, before its connection is closed."""
+
+GRACE_S = 1.0
+"""How long after its deadline a call's exchange is ended: its caller has given up, and may hold slots pinned."""
+
+REFUSALS_MAX = 16
+REFUSAL_S = 1.0
+"""Connections over the limit that are told so at a time, and how long each may take to greet; more are just closed."""
 
 ACCEPT_PAUSE_S = 0.1
 """Between attempts to accept while that fails."""
@@ -99,7 +109,7 @@ class FramedServer:
         identity: What Welcome says.
         open_session: Makes the session of a new connection; gets its number, unique in this server's life, and
             whether it came over a Unix socket.
-        connections_max: Further connections are closed at once and counted.
+        connections_max: Further connections are refused and counted.
     """
 
     def __init__(self, identity: Identity, open_session: Callable[[int, bool], Session], connections_max: int) -> None:
@@ -110,6 +120,7 @@ class FramedServer:
         self._listeners: list[socket.socket] = []
         self._unix_paths: list[Path] = []
         self._connections: dict[int, FramedSocket] = {}
+        self._refusing = 0
         self._threads: set[threading.Thread] = set()
         self._accepted = 0
         self._busy = 0
@@ -207,14 +218,30 @@ class FramedServer:
                 self._stopping.wait(ACCEPT_PAUSE_S)
                 continue
             with self._lock:
-                full = len(self._connections) >= self._connections_max
-                if full or self._stopping.is_set():
-                    self.refused_connections += 1
+                full = len(self._connections) - self._refusing >= self._connections_max
+                self.refused_connections += full
+                if self._stopping.is_set() or (full and self._refusing >= REFUSALS_MAX):
                     sock.close()
                     continue
                 self._accepted += 1
+                self._refusing += full
                 framed = self._connections[self._accepted] = FramedSocket(sock)
-                self._spawn(self._serve, self._accepted, framed)
+                self._spawn(self._refuse if full else self._serve, self._accepted, framed)
+
+    def _refuse(self, number: int, framed: FramedSocket) -> None:
+        """Answer the greeting with why there is no more: a peer can tell a full server from a dead one."""
+        try:
+            framed.arm(REFUSAL_S)
+            framed.until_s = time.monotonic() + REFUSAL_S
+            header = framed.receive_header()
+            framed.receive_body(header)
+            why = f"{self._identity.name} serves {self._connections_max} connections already; try again later"
+            framed.send(_error_reply(OverloadedError(why)), header.correlation)
+        except (OSError, ProtocolError):
+            pass  # not worth a line for each: they are counted
+        finally:
+            framed.close()
+            self._forget(number, refused=1)
 
     def _serve(self, number: int, framed: FramedSocket) -> None:
         session = self._open_session(number, framed.sock.family == socket.AF_UNIX)
@@ -226,11 +253,15 @@ class FramedServer:
             if isinstance(error, ProtocolError):
                 log.warning("connection_closed", server=self._identity.name, connection=number, error=str(error))
         finally:
-            framed.close()
+            framed.close()  # first: what the session gives up must not be written any more
             session.closed()
-            with self._lock:
-                del self._connections[number]
-                self._threads.discard(threading.current_thread())
+            self._forget(number)
+
+    def _forget(self, number: int, refused: int = 0) -> None:
+        with self._lock:
+            self._refusing -= refused
+            del self._connections[number]
+            self._threads.discard(threading.current_thread())
 
     def _serve_one(self, framed: FramedSocket, session: Session) -> None:
         header = framed.poll_header()
@@ -238,9 +269,11 @@ class FramedServer:
             return  # idle: a peer may take as long as it likes to begin a frame
         self._count_busy(1)
         try:
+            _limit_time(framed, header.deadline_ms)
             self._exchange(framed, header, session)
         finally:
             self._count_busy(-1)
+            framed.until_s = math.inf
 
     def _count_busy(self, change: int) -> None:
         with self._idle:
@@ -286,6 +319,13 @@ class FramedServer:
     def _check_version(self, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             log.warning("version_mismatch", server=self._identity.name, theirs=hello.version, ours=PROTOCOL_VERSION)
+
+
+def _limit_time(framed: FramedSocket, deadline_ms: int) -> None:
+    """Bound an exchange by its caller's deadline: one that stopped, or takes a byte now and then, holds up nothing."""
+    left_s = min(deadline_ms / 1000 or DEADLINE_S_MAX, DEADLINE_S_MAX) + GRACE_S
+    framed.until_s = time.monotonic() + left_s
+    framed.arm(min(STALL_S, math.ceil(left_s)))  # whole seconds: the same for most calls, and not set anew then
 
 
 def _error_reply(error: KvpoolError) -> ErrorReply:
