@@ -65,6 +65,7 @@ class NodeServer:
         self._started = False
         self._scrubber: Scrubber
         self._framed: FramedServer
+        self._grpc: GrpcServer
         self._control: Control
 
     def start(self) -> None:
@@ -128,7 +129,7 @@ class NodeServer:
 
     def _join(self, undo: ExitStack) -> None:
         settings = self.settings
-        server = GrpcServer(SERVICES, self._register)
+        server = self._grpc = GrpcServer(SERVICES, self._register)
         undo.callback(lambda: server.stop(STOP_GRACE_S))  # first: one that starts and is not stopped hangs at exit
         self.grpc_address = server.start(settings.listen, settings.grpc_port)
         host = settings.advertise_host or self.grpc_address.rpartition(":")[0]
@@ -167,8 +168,13 @@ class NodeServer:
         return self._control.ready.is_set()
 
     def _register(self, server: grpc.Server) -> None:
-        servicer = StoreNodeServicer(self.store, self._describe, lambda: self._framed.connections, self._drain_control)
+        servicer = StoreNodeServicer(
+            self.store, self._describe, lambda: self._framed.connections, self._refusals, self._drain_control
+        )
         store_node_pb2_grpc.add_StoreNodeServicer_to_server(servicer, server)
+
+    def _refusals(self) -> dict[str, int]:
+        return {"refused_connections": self._framed.refused_connections, "refused_calls": self._grpc.calls.refused}
 
     def _drain_control(self) -> None:
         self._control.drain()

@@ -26,6 +26,7 @@ class StoreNodeServicer(store_node_pb2_grpc.StoreNodeServicer):
         store: What it serves.
         describe: The node as others see it.
         connections: Open data plane connections.
+        refusals: Counts of what was refused for want of capacity, by name.
         drain: Stops taking new blocks.
     """
 
@@ -34,11 +35,13 @@ class StoreNodeServicer(store_node_pb2_grpc.StoreNodeServicer):
         store: NodeStore,
         describe: "Callable[[], common_pb2.Node]",
         connections: Callable[[], int],
+        refusals: Callable[[], dict[str, int]],
         drain: Callable[[], None],
     ) -> None:
         self._store = store
         self._describe = describe
         self._connections = connections
+        self._refusals = refusals
         self._drain = drain
 
     def Prepare(
@@ -76,7 +79,7 @@ class StoreNodeServicer(store_node_pb2_grpc.StoreNodeServicer):
             quarantined_bytes=stats.quarantined_bytes,
             largest_free_bytes=stats.largest_free_bytes,
             connections=self._connections(),
-            counters=stats.counters,
+            counters=stats.counters | self._refusals(),
         )
 
     def Verify(
