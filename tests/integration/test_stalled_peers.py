@@ -1,4 +1,4 @@
-"""Peers that stop in the middle of something slow nobody else, and hold what they hold no longer than their deadlines."""
+"""Peers that stop in the middle of something slow nobody else, and what they hold is theirs up to their deadlines."""
 
 import socket
 from contextlib import ExitStack, contextmanager
