@@ -4,22 +4,24 @@ import os
 import resource
 import socket
 import stat
+from contextlib import ExitStack
 
 import pytest
 from framed_peer import LONG_S
 from scripted_server import Server, greet, on_tcp, raw, read_until_closed, running
 from waiting import eventually
 
-from kvpool.core.errors import CapacityError
+from kvpool.core.errors import CapacityError, OverloadedError
 from kvpool.transport.wire.connection import Connection, split_address
 from kvpool.transport.wire.messages import Done, Ping
+from kvpool.transport.wire.server import REFUSALS_MAX
 
 
-def test_connections_over_the_limit_are_closed_and_counted():
+def test_connections_over_the_limit_are_told_why_and_counted():
     with running(on_tcp, connections_max=1) as (server, uri), raw(uri) as first:
         greet(first)
-        with raw(uri) as second:
-            read_until_closed(second)
+        with pytest.raises(OverloadedError, match="scripted serves 1 connections already; try again later"):
+            Connection(uri, "me", LONG_S)
         assert server.refused_connections == 1
 
         first.close()
@@ -27,6 +29,17 @@ def test_connections_over_the_limit_are_closed_and_counted():
         eventually(lambda: not server.connections)
         with raw(uri) as third:
             greet(third)
+
+
+def test_those_refused_who_say_nothing_are_closed_and_so_are_more_than_can_be_told():
+    with running(on_tcp, connections_max=1) as (server, uri), raw(uri) as first, ExitStack() as stack:
+        greet(first)
+        silent = [stack.enter_context(raw(uri)) for _ in range(2 * REFUSALS_MAX)]
+        for sock in silent:
+            read_until_closed(sock)
+        assert server.refused_connections == len(silent)
+        assert len(server.sessions) == 1
+        eventually(lambda: server.connections == 1)
 
 
 def test_a_server_out_of_descriptors_serves_again_when_there_are_some():

@@ -243,6 +243,23 @@ def descriptors_open():
     return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
+def test_a_reader_that_stopped_holds_what_it_asked_for_up_to_its_deadline(server, sock):
+    """Its connection is open and well, and idle ones may stay for ever."""
+    greet(sock)
+    sock.sendall(frame(ReadRequest(b"", b"", b"", MANY_BYTES), deadline_ms=1))
+    assert server.sessions[0].sent.wait(LONG_S)
+    assert server.sessions[0].ended.wait(LONG_S)
+
+
+def test_a_byte_now_and_then_does_not_extend_it():
+    with running(on_tcp) as (server, uri), raw(uri) as sock:
+        greet(sock)
+        sock.sendall(frame(ReadRequest(b"", b"", b"", MANY_BYTES), deadline_ms=1))
+        while not server.sessions[0].sent.is_set():
+            sock.recv(1)
+        assert server.sessions[0].ended.wait(LONG_S)
+
+
 def test_idle_means_that_no_request_is_being_served(server, sock):
     greet(sock)
     assert server.wait_idle(LONG_S)

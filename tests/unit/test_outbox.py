@@ -166,3 +166,24 @@ def test_a_reservation_that_wrote_nothing_orders_nothing():
     pool.directory.abort(result.reservation)
 
     assert pool.directory.orders("node-0") == []
+
+
+def test_a_later_order_for_a_slot_takes_the_place_of_an_earlier_one():
+    """A node that frees slots for its writers, and never acknowledges an order, has no more of them than slots."""
+    outbox = Outbox()
+    for generation in range(1, 1_000):
+        for slot in range(3):
+            outbox.push(bytes(16), slot, generation, rest=False)
+    outbox.push_copy(7)
+
+    assert len(outbox) == 4
+    assert [order.number for order in outbox.pending(0, 2)] == [2995, 2996]
+    assert [order.number for order in outbox.pending(2996, 10)] == [2997, 2998]
+    assert outbox.has_freed(bytes(16), 1, 999)
+    assert not outbox.has_freed(bytes(16), 1, 998)
+
+    outbox.acknowledge(2996)
+    assert [order.number for order in outbox.pending(0, 10)] == [2997, 2998]
+    outbox.acknowledge(2998)
+    assert outbox.frees_nothing
+    assert len(outbox) == 0

@@ -1,12 +1,13 @@
 """The scheduler's calls to the pool: what counts as a failure, and who may call after several."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from kvpool import KvpoolError, Match, MissReason, UnavailableError
 from kvpool_connector.vllm import calls as module
-from kvpool_connector.vllm.calls import FAILURES_MAX, PAUSE_S, PoolCalls
+from kvpool_connector.vllm.calls import FAILURES_MAX, PAUSE_S, Answered, PoolCalls
 from tests.waiting import eventually
 
 LOST = Match(0, MissReason.NODE_DOWN)
@@ -84,6 +85,30 @@ def test_what_is_queued_behind_the_call_that_tries_may_go(calls, pool, now):
     calls.reserve(1, bytes(32), 0)
     assert calls.reservations.get(timeout=10).reservation is None
     assert not calls.available(queued=True), "it has failed"
+
+
+def test_calls_that_would_wait_behind_too_many_fail_at_once(calls, monkeypatch):
+    calls.close()
+    monkeypatch.setattr(module, "WAITING_MAX", 1)
+    full = PoolCalls(SimpleNamespace(keyspace=None), lease_s=1, lookup_timeout_s=1, call_timeout_s=1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold():
+        begun.set()
+        go_on.wait(10)
+
+    for waiting in (full._lookups, full._others):
+        assert waiting.submit(hold)
+        assert begun.wait(10)
+        begun.clear()
+    full.look_up("r", 3, bytes(32))
+    full.reserve(4, bytes(32), 0)
+    full.release(1)
+
+    assert full.answers.get(timeout=10) == Answered("r", 3, 0, 0, 0.0, failed=True)
+    assert full.reservations.get(timeout=10).number == 4
+    go_on.set()
+    full.close()
 
 
 def test_nothing_is_asked_of_a_pool_that_was_never_reached(pool):
