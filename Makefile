@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 
-.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property simulation integration bench bench-vllm clean
+.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property simulation integration soak bench bench-vllm clean
 
 setup: .venv/.ready
 
@@ -44,6 +44,10 @@ lint: setup
 
 unit property simulation integration: setup
 	$(PYTEST) tests/$@
+
+# Ten minutes of what `make test` does for one: 200 connections, and what each process holds over time.
+soak: setup
+	SOAK_S=600 $(BIN)/pytest -q -s tests/crowds/test_soak.py
 
 bench: setup
 	$(BIN)/kvpool bench all

@@ -12,6 +12,9 @@ from typing import Self
 
 from kvpool.core.clock import Clock
 
+QUIET = 1 / 3
+"""Part of the time after which a silent node is lost: from then on others are better for new blocks."""
+
 
 class MemberState(StrEnum):
     """State of a node in the pool."""
@@ -66,6 +69,7 @@ class Member:
         numbers: Directory numbers of its segments, in order.
         scrub: As it said last.
         drains: Whether it is to take no new blocks.
+        quiet: Whether it has said nothing for so long that nothing is placed on it.
         leaves: Whether it may end.
         mode_told: The mode that its node knows of.
     """
@@ -81,6 +85,7 @@ class Member:
     numbers: list[int] = field(default_factory=list)
     scrub: Scrub = field(default_factory=Scrub)
     drains: bool = False
+    quiet: bool = False
     leaves: bool = False
     mode_told: tuple[bool, bool] = (False, False)
 
@@ -145,7 +150,7 @@ class Members:
         """The node gave a sign of life."""
         member.seen_s = self._clock()
 
-    def silent(self) -> list[Member]:
-        """Members not heard of for longer than the limit and not yet lost."""
-        limit_s = self._clock() - self._ttl_s
+    def silent(self, part: float = 1.0) -> list[Member]:
+        """Members not heard of for longer than the limit, or ``part`` of it, and not yet lost."""
+        limit_s = self._clock() - part * self._ttl_s
         return [m for m in self._by_id.values() if m.state != MemberState.LOST and m.seen_s < limit_s]

@@ -8,7 +8,7 @@ from itertools import islice
 from kvpool.core.clock import Clock
 from kvpool.core.directory import Directory, Drain
 from kvpool.core.errors import UsageError
-from kvpool.core.members import Member, Members, MemberState
+from kvpool.core.members import QUIET, Member, Members, MemberState
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
 
@@ -150,10 +150,25 @@ class Mover:
         return self.progress(node_id)
 
     def admit(self, member: Member) -> None:
-        """Place blocks on a node that has reported, unless it drains; the caller holds the lock."""
+        """Place blocks on a node that has reported, unless it drains or is quiet; the caller holds the lock."""
         for segment in member.segments:
-            self._directory.set_accepting(segment.segment_id, accepting=not member.drains)
+            self._directory.set_accepting(segment.segment_id, accepting=not (member.drains or member.quiet))
         self._members.set_state(member, MemberState.DRAINING if member.drains else MemberState.READY)
+
+    def heed_silence(self) -> None:
+        """Place nothing on nodes that have been silent for a while, if others are not; the caller holds the lock.
+
+        A node that hangs looks empty: whatever is evicted there makes room that nobody can write to.
+        """
+        silent = self._members.silent(QUIET)
+        serving = [member for member in self._members if member.state in {MemberState.READY, MemberState.DRAINING}]
+        some_speak = any(member not in silent and not member.drains for member in serving)
+        for member in serving:
+            quiet = some_speak and member in silent
+            if quiet != member.quiet:
+                member.quiet = quiet
+                self.admit(member)
+                log.info("node_quiet" if quiet else "node_speaks", node=member.node_id)
 
     def left(self, member: Member) -> None:
         """A node's session has ended; the caller holds the lock."""

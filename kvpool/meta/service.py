@@ -347,6 +347,7 @@ class MetaService:
         with self._lock:
             self._directory.expire()
             silent = self._members.silent()
+            self.mover.heed_silence()
         for member in silent:
             log.warning("node_silent", node=member.node_id, ttl_s=self.settings.node_ttl_s)
             self.leave(member)

@@ -42,6 +42,8 @@ class CrowdSettings:
     timeout_s: float = 5.0
     think_s: float = 0.4
     kills_per_s: float = 0.0
+    fill: bool = False
+    """Store every chain before the clients begin."""
 
 
 class Crowd:
@@ -58,6 +60,8 @@ class Crowd:
 
     def start(self) -> None:
         """Connect all, and let them go."""
+        if self.settings.fill:
+            self._fill()
         for number in range(self.settings.clients):
             client = kvpool.connect(
                 self.settings.uri,
@@ -70,6 +74,14 @@ class Crowd:
             self._spawn(self._live, client, random.Random(f"{self.settings.seed} {number}"))
         if self.settings.kills_per_s:
             self._spawn(self._kill, random.Random(self.settings.seed))
+
+    def _fill(self) -> None:
+        settings = self.settings
+        with kvpool.connect(settings.uri, transports=[settings.transport], timeout_s=30.0) as client:
+            keyspace = client.namespace(self.namespace)
+            for number in range(settings.chains):
+                hashes = chain_of(number, settings.chain_blocks)
+                keyspace.store(hashes, [payload_of(block_hash, settings.block_bytes) for block_hash in hashes])
 
     def report(self) -> dict[str, object]:
         """The counts so far, and the clients' own summed up."""

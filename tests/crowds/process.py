@@ -13,6 +13,7 @@ import psutil
 
 from kvpool.bench.process import ChildProcess
 from tests.crowds.crowd import CrowdSettings, arguments
+from tests.waiting import eventually
 
 ANSWER_S = 90.0
 
@@ -56,6 +57,11 @@ class Crowds:
     def finish(self) -> dict[str, Counter]:
         """The last report: every call has ended, every client is closed; the processes still live."""
         return self._ask("stop")
+
+    def go_on(self, what: str, times: int) -> None:
+        """Wait until the crowds have done so much more of something."""
+        before = self.report()["counts"][what]
+        eventually(lambda: self.report()["counts"][what] >= before + times)
 
     def _ask(self, order: str) -> dict[str, Counter]:
         for process in self.processes:

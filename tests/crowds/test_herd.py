@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.client.retries import BURST, SHARE
 from tests.crowds.crowd import CrowdSettings
-from tests.crowds.process import Crowds, alike, crowds
+from tests.crowds.process import alike, crowds
 from tests.waiting import eventually
 
 CLIENTS = 50
@@ -22,12 +22,6 @@ def crowd_of(pool) -> list:
     return alike(CrowdSettings(pool.uri, CLIENTS, "", seed=7, chains=200, timeout_s=3.0), TRANSPORTS)
 
 
-def go_on(running: Crowds, what: str, times: int = CALLS) -> None:
-    """Wait until the crowd has done so much more of something."""
-    before = running.report()["counts"][what]
-    eventually(lambda: running.report()["counts"][what] >= before + times)
-
-
 def check(report, calls: int) -> None:
     """Every call ended, with the right bytes or none, and few were repeated."""
     counts = report["counts"]
@@ -39,14 +33,14 @@ def check(report, calls: int) -> None:
 
 def test_a_node_lost_by_two_hundred_clients(pool, pool_client):
     with crowds(crowd_of(pool), pool.directory) as running:
-        go_on(running, "loaded_blocks")
+        running.go_on("loaded_blocks", CALLS)
         pool.kill(pool.nodes["n0"])
-        go_on(running, "calls")
-        go_on(running, "loaded_blocks")
-        go_on(running, "stored_blocks", 100)
+        running.go_on("calls", CALLS)
+        running.go_on("loaded_blocks", CALLS)
+        running.go_on("stored_blocks", 100)
         assert {node.node_id for node in pool_client.status().nodes if node.state == "ready"} == {"n1", "n2", "n3"}
         pool.start_node("n0", "16MiB")
-        go_on(running, "calls")
+        running.go_on("calls", CALLS)
         report = running.finish()
     check(report, report["counts"]["calls"])
     assert report["misses"]["node_down"] > 0
@@ -55,14 +49,14 @@ def test_a_node_lost_by_two_hundred_clients(pool, pool_client):
 
 def test_the_metadata_service_restarts_under_two_hundred_clients(pool, pool_client):
     with crowds(crowd_of(pool), pool.directory) as running:
-        go_on(running, "loaded_blocks")
+        running.go_on("loaded_blocks", CALLS)
         pool.kill(pool.meta)
-        go_on(running, "calls")
+        running.go_on("calls", CALLS)
         pool.start_meta(**{"expected-nodes": 4, "heartbeat": "500ms", "node-ttl": "3s"})
         clients = CLIENTS * len(TRANSPORTS)
         eventually(lambda: running.report()["counts"]["reconnects"] >= clients)
-        go_on(running, "loaded_blocks")
-        go_on(running, "stored_blocks", 100)
+        running.go_on("loaded_blocks", CALLS)
+        running.go_on("stored_blocks", 100)
         report = running.finish()
     check(report, report["counts"]["calls"])
     assert pool_client.status().counters["refused_connections"] == 0

@@ -1,5 +1,6 @@
 """Peers that stop in the middle of something slow nobody else, and what they hold is theirs up to their deadlines."""
 
+import signal
 import socket
 from contextlib import ExitStack, contextmanager
 
@@ -152,3 +153,93 @@ def test_others_go_on_beside(start_pool, rng, peers):
     with peers(pool, rng):
         all_work(pool, rng, others)
     eventually(lambda: node_stat(pool).quarantined_bytes == 0)
+
+
+@contextmanager
+def behind_a_proxy(pool: Pool, name: str):
+    """A further node, which clients reach through a proxy at another address of this host."""
+    pool.start_node(name, "8MiB", **{"advertise-host": "127.0.0.2"})
+    port = int(node_address(pool, name).rpartition(":")[2])
+    with FaultProxy("127.0.0.1", port, "127.0.0.2", port) as proxy:
+        yield proxy
+
+
+def stored_on(client: kvpool.Client, keyspace: kvpool.Keyspace, chain: list[bytes]) -> set[str]:
+    """The nodes that hold a chain."""
+    request = LocateRequest(keyspace.namespace.id, b"".join(chain), 0, 0, 0)
+    located = client._meta.call(request, LocateReply, client._deadline(20), again=False)
+    numbers = np.frombuffer(located.segments, "<u2").tolist()
+    return {client._nodes.find(number, client._meta.topology)[0].node_id for number in numbers}
+
+
+def test_a_node_that_never_answers_is_left_alone_and_the_others_are_not(start_pool, rng):
+    pool = start_pool(nodes=1, size="8MiB", **{"replicas-max": 1})
+    with behind_a_proxy(pool, "n1") as proxy:
+        client = pool.connect("tcp")
+        keyspace = open_blocks(client)
+        places: dict[str, list[bytes]] = {}
+        while len(places) < 2:
+            chain = random_chain(1)
+            assert keyspace.store(chain, list(random_blocks(rng, 1))).stored == 1
+            places[stored_on(client, keyspace, chain).pop()] = chain
+
+        proxy.suffer(to_server=Faults(stalled=True), to_client=Faults(stalled=True))
+        reasons = [keyspace.load(places["n1"], list(blank(1)), timeout_s=0.3).reasons[0] for _ in range(3)]
+        assert reasons == [kvpool.MissReason.OVER_DEADLINE] * 3
+        # Now its circuit is open: calls cost nothing, whatever time they have.
+        assert keyspace.load(places["n1"], list(blank(1))).reasons == (kvpool.MissReason.NODE_DOWN,)
+        assert keyspace.load(places["n0"], list(blank(1))).loaded == 1
+        assert {node.node_id: node.state for node in client.status().nodes} == {"n0": "ready", "n1": "ready"}
+
+        proxy.suffer()
+        eventually(lambda: keyspace.load(places["n1"], list(blank(1))).loaded == 1)
+
+
+@pytest.mark.parametrize(
+    "faults", [Faults(latency_s=0.02), Faults(slice_bytes=1_500), Faults(bytes_per_s=4e6), Faults(limit_bytes=100_000)]
+)
+def test_a_bad_way_to_a_node_brings_right_bytes_or_misses(start_pool, rng, faults):
+    pool = start_pool(nodes=0)
+    with behind_a_proxy(pool, "n1") as proxy:
+        client = pool.connect("tcp")
+        keyspace, chain, blocks = open_blocks(client), random_chain(8), random_blocks(rng, 8)
+        assert keyspace.store(chain, list(blocks)).stored == 8
+        proxy.suffer(to_server=faults, to_client=faults)
+        proxy.reset()
+
+        loaded = blank(8)
+        result = keyspace.load(chain, list(loaded), timeout_s=20)
+        right = [i for i, reason in enumerate(result.reasons) if reason is None]
+        np.testing.assert_array_equal(loaded[right], blocks[right])
+        if faults.limit_bytes is None:
+            eventually(lambda: keyspace.load(chain, list(loaded), timeout_s=20).loaded == 8)
+        proxy.suffer()
+        eventually(lambda: keyspace.load(chain, list(loaded)).loaded == 8)
+        np.testing.assert_array_equal(loaded, blocks)
+        assert client.stats().verify_failures == 0
+
+
+def test_a_frozen_node_gets_no_more_blocks_and_no_more_orders_than_it_had(start_pool, rng):
+    """It looks empty, since what is evicted there makes room, and its control stream is not read."""
+    pool = start_pool(nodes=2, size="2MiB", **{"node-ttl": "15s", "replicas-max": 1})
+    client = pool.connect("tcp")
+    keyspace = open_blocks(client)
+
+    def store(times: int) -> int:
+        blocks = [list(random_blocks(rng, 1)) for _ in range(times)]
+        return sum(keyspace.store(random_chain(1), block, timeout_s=1).stored for block in blocks)
+
+    def state(name: str) -> str:
+        return next(node.state for node in client.status().nodes if node.node_id == name)
+
+    assert store(100) == 100
+    held_blocks = sum(node.blocks for node in client.status().nodes)
+    pool.signal(pool.nodes["n1"], signal.SIGSTOP)
+    try:
+        eventually(lambda: store(20) == 20)
+        assert state("n1") == "ready", "long before it counts as lost"
+        assert 0 < client.status().counters["orders_pending"] <= held_blocks
+    finally:
+        pool.signal(pool.nodes["n1"], signal.SIGCONT)
+    eventually(lambda: client.status().counters["orders_pending"] == 0)
+    eventually(lambda: store(20) == 20 and state("n1") == "ready")

@@ -11,8 +11,8 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -69,6 +69,46 @@ class Space:
         finally:
             _run("ip", "-n", self.hub, "link", "set", self.plug, "up")
 
+    @contextmanager
+    def delayed(self, delay: str, jitter: str) -> Iterator[None]:
+        """What it sends arrives later meanwhile, e.g. by ``200ms`` and more or less ``50ms``."""
+        _run("tc", "-n", self.name, "qdisc", "add", "dev", _LINK, "root", "netem", "delay", delay, jitter)
+        try:
+            yield
+        finally:
+            _run("tc", "-n", self.name, "qdisc", "del", "dev", _LINK, "root")
+
+    @contextmanager
+    def lossy(self, percent: int) -> Iterator[None]:
+        """So many packets in a hundred are lost meanwhile, of those it sends and of those it gets."""
+        lose = f"numgen random mod 100 < {percent} drop"
+        with self._filtered(sends=lose, gets=lose):
+            yield
+
+    @contextmanager
+    def deaf_to(self, *others: "Space") -> Iterator[None]:
+        """Nothing that it sends to the others arrives meanwhile, and it is not told; what they send does."""
+        with self._filtered(sends=f"ip daddr {_either(others)} drop"):
+            yield
+
+    @contextmanager
+    def apart_from(self, *others: "Space") -> Iterator[None]:
+        """Nothing passes between it and the others meanwhile."""
+        with self._filtered(sends=f"ip daddr {_either(others)} drop", gets=f"ip saddr {_either(others)} drop"):
+            yield
+
+    @contextmanager
+    def _filtered(self, sends: str, gets: str = "") -> Iterator[None]:
+        chains = [
+            f"chain {hook} {{ type filter hook {hook} priority 0\n {rule}\n }}"
+            for hook, rule in (("output", sends), ("input", gets))
+        ]
+        _run("ip", "netns", "exec", self.name, "nft", "table inet faults {\n" + "\n".join(chains) + "\n}")
+        try:
+            yield
+        finally:
+            _run("ip", "netns", "exec", self.name, "nft", "delete", "table", "inet", "faults")
+
 
 class Network:
     """Namespaces on one bridge; all are removed when it is closed."""
@@ -91,6 +131,9 @@ class Network:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    def __len__(self) -> int:
+        return self._spaces
+
     def space(self, role: str) -> Space:
         """A further host on the bridge."""
         self._spaces += 1
@@ -109,17 +152,23 @@ class Network:
         _run("ip", "-n", name, "link", "set", "lo", "up")
 
 
-def why_not() -> str:
-    """Why namespaces cannot be used here; empty when they can."""
+def why_not(*faults: Callable[[Space], AbstractContextManager[None]]) -> str:
+    """Why namespaces, and these faults in them, cannot be used here; empty when they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if missing := [name for name in ("ip", "tc") if shutil.which(name) is None]:
-        return f"{' and '.join(missing)} missing: apt-get install iproute2"
+    if missing := [name for name in ("ip", "tc", "nft") if shutil.which(name) is None]:
+        return f"{' and '.join(missing)} missing: apt-get install iproute2 nftables"
     try:
-        with Network() as network, network.space("probe").slowed("1mbit"):
+        with Network() as network, ExitStack() as stack:
+            for fault in (lambda probe: probe.slowed("1mbit"), *faults):
+                stack.enter_context(fault(network.space(f"probe{len(network)}")))
             return ""
     except subprocess.CalledProcessError as error:
         return f"network namespaces do not work here: {' '.join(error.cmd)}: {error.stderr.strip()}"
+
+
+def _either(spaces: Iterable[Space]) -> str:
+    return f"{{ {', '.join(space.address for space in spaces)} }}"
 
 
 def _remove(name: str) -> None:
