@@ -13,6 +13,7 @@ from kvpool.meta import MetaServer
 from kvpool.ops.admission import Admission
 from kvpool.ops.grpc_server import CALLS_MAX
 from kvpool.ops.settings import MetaSettings
+from kvpool.transport.wire.messages import PROTOCOL_VERSION
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, membership_pb2, membership_pb2_grpc
 
 NAMESPACE = kvpool.Namespace(model="crowded", block_tokens=1, block_bytes=64)
@@ -104,7 +105,9 @@ def test_connections_over_the_limit_are_told_why(server):
 
 
 def hello(node_id):
-    return membership_pb2.FromNode(hello=membership_pb2.NodeHello(node_id=node_id, incarnation=1))
+    return membership_pb2.FromNode(
+        hello=membership_pb2.NodeHello(node_id=node_id, incarnation=1, protocol=PROTOCOL_VERSION)
+    )
 
 
 def control(channel, node_id, until):
