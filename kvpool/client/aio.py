@@ -5,8 +5,11 @@ ends the wait for it; the call itself ends by its deadline, and its buffers must
 """
 
 import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from kvpool.client.buffers import Buffers
 from kvpool.client.client import Client, connect
@@ -15,45 +18,94 @@ from kvpool.client.results import ClientStats, LoadResult, Match, PoolStatus, St
 from kvpool.core.keys import HashesLike
 from kvpool.core.namespace import Namespace
 
+THREADS = 64
+"""Calls of a client under way at a time; more wait, and the time they wait is of their own deadlines."""
+
+LATE_S = 1e-6
+"""A deadline that has passed: a call that gets it says at once what a late call says."""
+
+Answer = TypeVar("Answer")
+
+
+class _Calls:
+    """Worker threads for a client's calls: each ends by its deadline, counted from when it was awaited."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._executor = ThreadPoolExecutor(THREADS, "kvpool-aio")
+        self._closed = False
+
+    async def make(
+        self,
+        call: Callable[..., Answer],
+        *args: object,
+        timeout_s: float | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> Answer:
+        """Make ``call`` with what is left of ``timeout_s``."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        if self._closed or not isinstance(limit_s, int | float) or limit_s <= 0:  # the call says so itself
+            return await asyncio.to_thread(call, *args, timeout_s=limit_s, **options)
+        began_s = time.monotonic()
+
+        def run() -> Answer:
+            waited_s = time.monotonic() - began_s
+            return call(*args, timeout_s=max(limit_s - waited_s, LATE_S), **options)
+
+        future = self._executor.submit(run)
+        waiting = asyncio.wrap_future(future)
+        done, _ = await asyncio.wait([waiting], timeout=limit_s)
+        if not done and future.cancel():  # no thread came free in time
+            return await asyncio.to_thread(call, *args, timeout_s=LATE_S, **options)
+        return await waiting
+
+    def close(self) -> None:
+        """End the threads, once their calls have ended."""
+        self._closed = True
+        self._executor.shutdown(wait=False)
+
 
 class AsyncKeyspace:
     """`Keyspace`, awaited."""
 
-    def __init__(self, keyspace: Keyspace) -> None:
+    def __init__(self, keyspace: Keyspace, calls: _Calls) -> None:
+        self._calls = calls
         self.sync = keyspace
         """The same namespace, for code that blocks; it also has `reserve`, `write` and `abort`."""
 
     async def match(self, hashes: HashesLike, **options: Any) -> Match:  # noqa: ANN401 - as Keyspace.match
         """See `Keyspace.match`."""
-        return await asyncio.to_thread(self.sync.match, hashes, **options)
+        return await self._calls.make(self.sync.match, hashes, **options)
 
     async def release(self, matched: Match, **options: Any) -> None:  # noqa: ANN401 - as Keyspace.release
         """See `Keyspace.release`."""
-        await asyncio.to_thread(self.sync.release, matched, **options)
+        await self._calls.make(self.sync.release, matched, **options)
 
     async def load(self, hashes: HashesLike, buffers: Buffers, **options: Any) -> LoadResult:  # noqa: ANN401
         """See `Keyspace.load`."""
-        return await asyncio.to_thread(self.sync.load, hashes, buffers, **options)
+        return await self._calls.make(self.sync.load, hashes, buffers, **options)
 
     async def store(self, hashes: HashesLike, buffers: Buffers, **options: Any) -> StoreResult:  # noqa: ANN401
         """See `Keyspace.store`."""
-        return await asyncio.to_thread(self.sync.store, hashes, buffers, **options)
+        return await self._calls.make(self.sync.store, hashes, buffers, **options)
 
 
 class AsyncClient:
     """`Client`, awaited; close it, or use it in an ``async with`` statement. Made by `connect_async`."""
 
     def __init__(self, client: Client) -> None:
+        self._calls = _Calls(client.timeout_s)
         self.sync = client
         """The same client, for code that blocks."""
 
     async def namespace(self, namespace: Namespace, timeout_s: float | None = None) -> AsyncKeyspace:
         """See `Client.namespace`."""
-        return AsyncKeyspace(await asyncio.to_thread(self.sync.namespace, namespace, timeout_s))
+        opened = await self._calls.make(self.sync.namespace, namespace, timeout_s=timeout_s)
+        return AsyncKeyspace(opened, self._calls)
 
     async def status(self, timeout_s: float | None = None) -> PoolStatus:
         """See `Client.status`."""
-        return await asyncio.to_thread(self.sync.status, timeout_s)
+        return await self._calls.make(self.sync.status, timeout_s=timeout_s)
 
     def stats(self) -> ClientStats:
         """See `Client.stats`."""
@@ -61,6 +113,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """See `Client.close`."""
+        self._calls.close()
         await asyncio.to_thread(self.sync.close)
 
     async def __aenter__(self) -> Self:
