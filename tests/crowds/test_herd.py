@@ -1,5 +1,7 @@
 """Two hundred clients lose a node, or the metadata service, at one moment: nothing collapses, and all come back."""
 
+import sys
+
 import pytest
 
 from kvpool.client.retries import BURST, SHARE
@@ -24,6 +26,7 @@ def crowd_of(pool) -> list:
 
 def check(report, calls: int) -> None:
     """Every call ended, with the right bytes or none, and few were repeated."""
+    sys.stdout.write(f"{report}\n")  # shown by -s
     counts = report["counts"]
     assert counts["wrong"] == counts["hung"] == counts["verify_failures"] == 0, report
     clients = CLIENTS * len(TRANSPORTS)
