@@ -177,7 +177,8 @@ class _Load:
             for block in blocks:
                 self._reasons[block] = miss_reason(error)
             return
-        client._nodes.judge(node, Use.READ, deadline, failed=bool({ReadStatus.FAILED, ReadStatus.LATE} & {*statuses}))
+        failed = ReadStatus.FAILED in statuses or ReadStatus.LATE in statuses
+        client._nodes.judge(node, Use.READ, deadline, failed=failed)
         self._take(transport, segment.segment_id, copies, blocks, statuses)
         for i in np.flatnonzero(np.frombuffer(statuses, np.uint8) == ReadStatus.BAD).tolist():
             with suppress(KvpoolError):  # the client is closing
