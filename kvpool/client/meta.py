@@ -109,8 +109,8 @@ class MetaClient:
         self.budget.called()
         try:
             return self._call_once(request, reply_type, deadline)
-        except OverloadedError:
-            raise
+        except (OverloadedError, DeadlineError):
+            raise  # asking again cannot help: not at once, or not in time
         except UnavailableError:
             if not again or not self.budget.allows():
                 raise
