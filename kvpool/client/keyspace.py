@@ -20,6 +20,7 @@ from kvpool.core.errors import (
 from kvpool.core.keys import NO_PARENT, HashesLike, pack_hashes
 from kvpool.core.limits import HASH_BYTES, LEASE_S_MAX, MATCH_BLOCKS_MAX
 from kvpool.core.namespace import Namespace
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.wire.messages import Done, MatchReply, MatchRequest, Message, ReleaseRequest
 
@@ -69,6 +70,7 @@ class Keyspace:
         except KvpoolError as error:
             self._client._counters.missed([miss_reason(error)])
             return Match(0, miss_reason(error), asked=False)
+        failpoint("client.match.after_answer")
         return Match(reply.blocks, MissReason(reply.reason) if reply.reason else None, reply.lease)
 
     def release(self, matched: Match, *, timeout_s: float | None = None) -> None:

@@ -14,6 +14,7 @@ from kvpool.core.directory import Want
 from kvpool.core.errors import KvpoolError, UnavailableError, UsageError
 from kvpool.core.keys import NO_PARENT, select_hashes
 from kvpool.core.limits import HASH_BYTES
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport import WriteBatch, WriteStatus
 from kvpool.transport.blocks import Blocks
 from kvpool.transport.deadline import Deadline
@@ -50,6 +51,7 @@ def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: byte
     # Asking again could reserve twice; the first answer's places would only come back at their deadline.
     reply = keyspace._call(request, ReserveReply, deadline, again=False)
     meta.learn(reply.topology)
+    failpoint("client.put.after_reserve")
     missing_from = None if reply.missing_from == NONE_INDEX else reply.missing_from
     return Reservation(
         keyspace.namespace.id,

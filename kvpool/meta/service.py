@@ -24,6 +24,7 @@ from kvpool.meta.losing import Losses
 from kvpool.meta.moving import Mover
 from kvpool.meta.results import MetaStatus, RecoveryStatus, Reserved
 from kvpool.meta.topology import TopologyView
+from kvpool.ops.failpoints import failpoint
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
 from kvpool.transport.wire.messages import Topology
@@ -120,6 +121,7 @@ class MetaService:
         if len(parent) not in (0, HASH_BYTES):
             raise InvalidHashError(f"parent is {len(parent)} bytes; a block hash is {HASH_BYTES}")
         ttl_s = min(ttl_s or self.settings.reservation_ttl_s, RESERVATION_S_MAX)
+        failpoint("meta.reserve.before_place")
         with self._lock:
             result = self._directory.reserve(namespace_id, hashes, first, parent, owner=owner, ttl_s=ttl_s)
             above = parent if not first else hash_at(hashes, first - 1)
@@ -191,16 +193,20 @@ class MetaService:
             UsageError: A segment that the node did not name when it joined.
         """
         namespace = parse_namespace(document)
+        failpoint("meta.inventory.before_take")
         with self._lock:
             self._check_session(member)
             if all(segment.segment_id != segment_id for segment in member.segments):
                 raise UsageError(f"segment {segment_id.hex()} is not of node {member.node_id}; join with it first")
             self._members.heard(member)
             self._directory.open_namespace(namespace)
-            return self._directory.announce(segment_id, namespace.id, part)
+            wanted = self._directory.announce(segment_id, namespace.id, part)
+        failpoint("meta.inventory.after_take")
+        return wanted
 
     def ready(self, member: Member) -> None:
         """The node's inventory is complete: blocks may be placed on it, unless it said meanwhile that it drains."""
+        failpoint("meta.ready.before_admit")
         with self._lock:
             self._check_session(member)
             self.mover.admit(member)
@@ -282,11 +288,13 @@ class MetaService:
         written: list[tuple[bytes, int, int, int, int]],
     ) -> list[CommitStatus]:
         """See `Directory.commit`; everything is stale from a node whose session is over."""
+        failpoint("meta.commit.before_take")
         with self._lock:
             member = self._members.of_session(session)
             if member is None or all(s.segment_id != segment_id for s in member.segments):
                 return [CommitStatus.STALE] * len(written)
             statuses = self._directory.commit(reservation, segment_id, written)
+        failpoint("meta.commit.before_answer")
         self.mover.settled()
         return statuses
 

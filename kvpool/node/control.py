@@ -14,6 +14,7 @@ from kvpool.node.headers import SlotHeaders
 from kvpool.node.link import MetaLink
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.store import NodeSession, NodeStore
+from kvpool.ops.failpoints import failpoint
 from kvpool.ops.grpc_server import raised_by
 from kvpool.ops.logging import get_logger
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, pack
@@ -187,6 +188,7 @@ class Control:
             self._out.put(membership_pb2.FromNode(draining=membership_pb2.NodeDraining()))
 
     def _announce(self) -> None:
+        failpoint("node.inventory.before_scan")
         headers = self._store.inventory()
         for some in headers.by_namespace():
             namespace_id = some.records["namespace"][0].tobytes()
@@ -198,6 +200,7 @@ class Control:
             for start in range(0, len(some), INVENTORY_PART_BLOCKS):
                 part = self._inventory(document, some.select(slice(start, start + INVENTORY_PART_BLOCKS)))
                 self._out.put(membership_pb2.FromNode(inventory=part))
+                failpoint("node.inventory.mid_parts")
 
     def _inventory(self, document: bytes, headers: SlotHeaders) -> membership_pb2.Inventory:
         records = headers.records
@@ -214,8 +217,10 @@ class Control:
         )
 
     def _apply(self, orders: membership_pb2.FreeSlots) -> None:
+        failpoint("node.orders.before_apply")
         columns = (orders.number, orders.segment_id, orders.slot, orders.generation, orders.rest)
         self._store.apply(FreeSlot(*row) for row in zip(*columns, strict=True))
+        failpoint("node.orders.after_apply")
         self._orders_applied = max(self._orders_applied, *orders.number)
 
     def _beat(self, interval_s: float, ended: threading.Event) -> None:

@@ -24,6 +24,7 @@ from kvpool.node.directory_link import DirectoryLink
 from kvpool.node.headers import HeaderFile, SlotHeaders, checksum_seeds, make_records
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.segment import Segment
+from kvpool.ops.failpoints import failpoint
 from kvpool.ops.logging import get_logger
 from kvpool.transport.base import WriteStatus
 from kvpool.transport.blocks import Bytes
@@ -120,6 +121,7 @@ class NodeStore:
             ProtocolError: Not a grant of the current session for this segment.
             UnavailableError: The node has no session now, or drains.
         """
+        failpoint("node.put.before_prepare")
         session = self.session
         grant = self._open(sealed, session)
         self._book.learn(grant.namespace)
@@ -135,6 +137,7 @@ class NodeStore:
             slots[: len(opened)] = opened.pages
             generations[: len(opened)] = opened.records["generation"]
             self._counters["no_slot"] += grant.count - len(opened)
+        failpoint("node.put.after_prepare")
         return slots, generations
 
     def begin_receive(
@@ -187,6 +190,7 @@ class NodeStore:
                     sealed.append(i)
                 else:
                     self._slots.finish(page, generation, owner)
+            failpoint("node.put.before_header")
             headers = self._headers.commit(slots[sealed], checksums[sealed])
             self._committing.update(headers.records["generation"].tolist())
         if sealed:
@@ -208,6 +212,7 @@ class NodeStore:
             pages = [slot.page for slot in dropped]
             hashes = split_hashes(self._headers.read(np.array(pages, np.uint32)).records["hash"].tobytes())
             self._headers.clear(pages)
+        failpoint("node.owner.after_drop")
         by_reservation: dict[int, list[bytes]] = {}
         for slot, block_hash in zip(dropped, hashes, strict=True):
             by_reservation.setdefault(slot.reservation, []).append(block_hash)
@@ -229,6 +234,7 @@ class NodeStore:
 
     def unpin(self, pinned: Iterable[tuple[int, int]]) -> None:
         """End `pin` for each (page, generation)."""
+        failpoint("node.get.before_unpin")
         with self._lock:
             for page, generation in pinned:
                 self._slots.unpin(self._slots.pinned(page, generation))
@@ -320,7 +326,9 @@ class NodeStore:
         session = self.session
         answers: NDArray[np.uint8] | None
         try:
+            failpoint("node.put.after_header")
             answers = self._link.commit(self.segment.segment_id, reservation, headers)
+            failpoint("node.put.after_report")
         except KvpoolError:
             answers = None
         with self._lock:

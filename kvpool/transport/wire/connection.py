@@ -16,6 +16,7 @@ from typing import TypeVar
 from kvpool.core import errors
 from kvpool.core.errors import CapacityError, DeadlineError, KvpoolError, ProtocolError, UnavailableError
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport.wire.frame import HEADER_BYTES, Header, pack_header, parse_header
 from kvpool.transport.wire.messages import (
     PROTOCOL_VERSION,
@@ -155,6 +156,7 @@ class FramedSocket:
                 group = _after(group, self.sock.sendmsg(group))
                 if group:
                     self._check_time()
+            failpoint("wire.send.mid_payload")
 
     def _check_time(self) -> None:
         if time.monotonic() >= self.until_s:
