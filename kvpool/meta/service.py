@@ -348,6 +348,7 @@ class MetaService:
 
     def tick(self) -> None:
         """Free what was abandoned, lose silent nodes, drop what lost ones held, copy blocks; called each heartbeat."""
+        failpoint("meta.tick.begin")
         self.work.clear()
         with self._lock:
             self._directory.expire()

@@ -104,8 +104,8 @@ class Control:
                 delay_s = REDIAL_FIRST_S
             except grpc.RpcError as error:
                 self.failure = str(raised_by(error))
-            except KvpoolError as error:
-                self.failure = str(error)
+            except (KvpoolError, MemoryError) as error:
+                self.failure = str(error) or "out of memory"
             self._store.session = None
             if self.ready.is_set() and not self._stopping.is_set():
                 log.warning("control_stream_ended", node=self._node_id, reason=self.failure)

@@ -85,10 +85,10 @@ class DataSession:
                     pinned.append((slot, generation))
                     views.append(view)
                     present[i] = 1
+            failpoint("node.get.after_pin")
         except BaseException:
             self._store.unpin(pinned)
             raise
-        failpoint("node.get.after_pin")
         return Reply(ReadReply(bytes(present)), views, sent=partial(self._store.unpin, pinned))
 
     def _write(self, request: WriteRequest, payload: Payload) -> Reply:

@@ -7,6 +7,7 @@ directory does not take is freed at once.
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -190,9 +191,15 @@ class NodeStore:
                     sealed.append(i)
                 else:
                     self._slots.finish(page, generation, owner)
-            failpoint("node.put.before_header")
-            headers = self._headers.commit(slots[sealed], checksums[sealed])
-            self._committing.update(headers.records["generation"].tolist())
+            try:
+                failpoint("node.put.before_header")
+                headers = self._headers.commit(slots[sealed], checksums[sealed])
+                self._committing.update(headers.records["generation"].tolist())
+            except BaseException:
+                # Nobody will ever name them: no slot may stay that is committed and was not reported.
+                for i in sealed:
+                    self._free(int(slots[i]), int(generations[i]), rest=False)
+                raise
         if sealed:
             statuses[sealed] = self._commit(reservation, headers)
         return statuses.tobytes()
@@ -324,13 +331,20 @@ class NodeStore:
     def _commit(self, reservation: int, headers: SlotHeaders) -> NDArray[np.uint8]:
         """Ask the directory to take slots in, and free those that it does not; one `WriteStatus` each."""
         session = self.session
-        answers: NDArray[np.uint8] | None
+        answers: NDArray[np.uint8] | None = None
         try:
-            failpoint("node.put.after_header")
-            answers = self._link.commit(self.segment.segment_id, reservation, headers)
-            failpoint("node.put.after_report")
-        except KvpoolError:
-            answers = None
+            with suppress(KvpoolError):
+                failpoint("node.put.after_header")
+                answers = self._link.commit(self.segment.segment_id, reservation, headers)
+                failpoint("node.put.after_report")
+        finally:
+            statuses = self._settle(session, headers, answers)
+        return statuses
+
+    def _settle(
+        self, session: NodeSession | None, headers: SlotHeaders, answers: NDArray[np.uint8] | None
+    ) -> NDArray[np.uint8]:
+        """Keep what the directory has taken in, free the rest; one `WriteStatus` each. None: it did not answer."""
         with self._lock:
             # The inventory of a later session has left these slots out: whatever an earlier one answers, they go.
             is_current = self.session is session

@@ -68,6 +68,7 @@ Failpoint = Literal[
     "meta.inventory.before_take",
     "meta.inventory.after_take",
     "meta.ready.before_admit",
+    "meta.tick.begin",
 ]
 """Every failpoint there is: whose step, which operation, and where in it."""
 

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
+from typing import Self
 
 import numpy as np
 
@@ -101,7 +102,7 @@ class Actor:
         theirs.close()
         self._pipe.recv()
 
-    def __enter__(self) -> "Actor":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -6,9 +6,10 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,6 +20,9 @@ from kvpool.embedded import EmbeddedPool
 from kvpool.ops.settings import MetaSettings, NodeSettings
 from tests.integration.places import Place
 from tests.waiting import eventually, is_frozen
+
+if TYPE_CHECKING:
+    from tests.integration.faulting import FaultPool, FaultPools
 
 BLOCK_BYTES = 64 << 10
 
@@ -110,6 +114,20 @@ def pool(long_lived_pool: Pool) -> Iterator[Pool]:
     """A pool of one node that tests share: they use namespaces of their own and break nothing."""
     with ExitStack() as stack:
         yield replace(long_lived_pool, stack=stack)
+
+
+@pytest.fixture(scope="module")
+def fault_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator["FaultPools"]:
+    from tests.integration.faulting import FaultPools
+
+    with closing(FaultPools(lambda: tmp_path_factory.mktemp("pool"))) as pools:
+        yield pools
+
+
+@pytest.fixture
+def fault_pool(fault_pools: "FaultPools") -> "FaultPool":
+    """A small pool with failpoints, which ends each test settled."""
+    return fault_pools.take()
 
 
 @pytest.fixture

@@ -1,7 +1,11 @@
 """A pool whose processes have failpoints, deadlines that pass soon, and what must hold in it when a fault is over."""
 
 import os
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -12,7 +16,7 @@ from kvpool.node.headers import RECORD, ROOT_PARENT
 from kvpool.ops.failpoints import VARIABLE
 from kvpool.testing import History
 from kvpool.transport.deadline import Deadline
-from kvpool.transport.wire.messages import LocateReply, LocateRequest, unpack
+from kvpool.transport.wire.messages import Done, LocateReply, LocateRequest, ReportBadRequest, unpack
 from kvpool.v1 import store_node_pb2, store_node_pb2_grpc
 from tests.integration.actors import BLOCK_BYTES, NAMESPACE, Actor, get, put
 from tests.integration.conftest import Pool, random_chain
@@ -45,6 +49,8 @@ class FaultPool(Pool):
 
     history: History = field(default_factory=History)
     attempts: int = 0
+    is_settled: bool = False
+    """Whether the last test that used it has left it as it was."""
 
     def start(self) -> None:
         self.start_meta()
@@ -88,6 +94,9 @@ class FaultPool(Pool):
             self.history.add(record)
         return result
 
+    def state_of(self, name: str) -> str | None:
+        return next((node.state for node in self.client.status().nodes if node.node_id == name), None)
+
     def has(self, chain: list[bytes]) -> bool:
         return self.get(chain).loaded == len(chain)
 
@@ -100,19 +109,13 @@ class FaultPool(Pool):
 
         eventually(stored)
 
-    def home(self, chain: list[bytes]) -> str | None:
-        """The node that holds the first block of a chain."""
-        places = self.located(chain[:1])
-        return next((name for name, held in self.headers().items() if places and places <= held), None)
-
     def put_on(self, name: str, blocks: int) -> list[bytes]:
         """A chain that has been stored, all of it on one node."""
-        for _ in range(20):
+        while True:
             chain = random_chain(blocks)
             self.put_again(chain)
             if self.located(chain) <= self.headers()[name]:
                 return chain
-        raise AssertionError(f"twenty chains, and none went to {name}")
 
     # What must hold when a fault is over
 
@@ -124,6 +127,7 @@ class FaultPool(Pool):
         eventually(self.is_quiet)
         self.agree()
         assert self.history.violations() == []
+        self.is_settled = True
 
     def is_quiet(self) -> bool:
         """Whether all nodes are there, and no lease, reservation, order or resting slot is left."""
@@ -195,3 +199,40 @@ class FaultPool(Pool):
     def stat(self, name: str) -> store_node_pb2.StatResponse:
         with grpc.insecure_channel(self.ready[name]["grpc"].removeprefix("grpc://")) as channel:
             return store_node_pb2_grpc.StoreNodeStub(channel).Stat(store_node_pb2.StatRequest(), timeout=5)
+
+
+class FaultPools:
+    """One pool after the other: a test gets that of the one before it, unless that has failed."""
+
+    def __init__(self, new_directory: Callable[[], Path]) -> None:
+        self._new_directory = new_directory
+        self._pool: FaultPool | None = None
+
+    def take(self) -> FaultPool:
+        if self._pool is None or not self._pool.is_settled:
+            self.close()
+            self._pool = FaultPool(self._new_directory(), ExitStack())
+            self._pool.start()
+        self._pool.is_settled = False
+        return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.stack.close()
+
+
+def give_up_a_block(pool: FaultPool, chain: list[bytes]) -> None:
+    """A reader says that the last block of a chain is bad: its node is ordered to free the slot."""
+    [(block, _, slot, generation)] = [row for row in pool.located(chain) if row[0] == chain[-1]]
+    [segment] = next(node for node in pool.client.status().nodes if node.node_id == "n0").segments
+    bad = ReportBadRequest(NAMESPACE.id, block, bytes.fromhex(segment.segment_id), slot, generation)
+    pool.client._meta.call(bad, Done, Deadline(5.0), again=False)
+
+
+def rejoin(pool: FaultPool, name: str) -> None:
+    """Let a node be lost, and come back with an inventory."""
+    pool.signal(pool.nodes[name], signal.SIGSTOP)
+    try:
+        eventually(lambda: pool.state_of(name) == "lost")
+    finally:
+        pool.signal(pool.nodes[name], signal.SIGCONT)

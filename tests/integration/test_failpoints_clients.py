@@ -1,7 +1,6 @@
-"""Clients that die or stop at each step of a read or a write: nothing of theirs is left, and nobody else is affected."""
+"""Clients that die or stop at each step of a read or a write: nothing of theirs is left, and nobody else is harmed."""
 
 import signal
-from contextlib import ExitStack
 
 import pytest
 
@@ -30,12 +29,9 @@ PUT_SCENARIOS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    with ExitStack() as stack:
-        pool = FaultPool(tmp_path_factory.mktemp("pool"), stack)
-        pool.start()
-        yield pool
+@pytest.fixture
+def pool(fault_pool):
+    return fault_pool
 
 
 def begin(pool: FaultPool, actor: Actor, point: str, action: str, deed: str, pieces: int) -> tuple[list[bytes], int]:

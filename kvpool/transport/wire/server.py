@@ -26,6 +26,8 @@ ACCEPT_PAUSE_S = 0.1
 
 BACKLOG = 256
 
+NO_MEMORY = "no memory for this request now; ask for less, or give the process more"
+
 log = get_logger(__name__)
 
 
@@ -191,8 +193,8 @@ class FramedServer:
 
     def _spawn(self, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=target, args=args, name=f"framed-{target.__name__}", daemon=True)
-        self._threads.add(thread)
         thread.start()
+        self._threads.add(thread)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -206,15 +208,25 @@ class FramedServer:
                 self.failed_accepts += 1
                 self._stopping.wait(ACCEPT_PAUSE_S)
                 continue
-            with self._lock:
-                full = len(self._connections) >= self._connections_max
-                if full or self._stopping.is_set():
-                    self.refused_connections += 1
-                    sock.close()
-                    continue
-                self._accepted += 1
-                framed = self._connections[self._accepted] = FramedSocket(sock)
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Serve a new connection, or close it."""
+        with self._lock:
+            full = len(self._connections) >= self._connections_max
+            if full or self._stopping.is_set():
+                self.refused_connections += 1
+                sock.close()
+                return
+            self._accepted += 1
+            framed = self._connections[self._accepted] = FramedSocket(sock)
+            try:
                 self._spawn(self._serve, self._accepted, framed)
+            except (RuntimeError, MemoryError) as error:  # no memory for a thread: later there may be
+                log.warning("connection_refused", server=self._identity.name, error=str(error))
+                self.refused_connections += 1
+                del self._connections[self._accepted]
+                framed.close()
 
     def _serve(self, number: int, framed: FramedSocket) -> None:
         session = self._open_session(number, framed.sock.family == socket.AF_UNIX)
@@ -256,6 +268,9 @@ class FramedServer:
         except ProtocolError as error:
             framed.send(_error_reply(error), header.correlation)
             raise
+        except MemoryError as error:  # of the body: what follows of it was not read
+            framed.send(_error_reply(CapacityError(NO_MEMORY)), header.correlation)
+            raise ProtocolError(NO_MEMORY) from error
         try:
             payload.drop()
             self._send(framed, reply, header.correlation)
@@ -280,6 +295,9 @@ class FramedServer:
             return session.handle(request, payload)
         except ProtocolError:
             raise
+        except MemoryError:
+            log.warning("out_of_memory", server=self._identity.name, request=type(request).__name__)
+            return Reply(_error_reply(CapacityError(NO_MEMORY)))
         except KvpoolError as error:
             return Reply(_error_reply(error))
 
