@@ -10,6 +10,7 @@ from kvpool.client.results import LoadResult, Match, Reservation, StoreResult, W
 from kvpool.client.storing import abort_blocks, reserve_blocks, store_blocks, write_shard
 from kvpool.core.directory import MissReason
 from kvpool.core.errors import (
+    CapacityError,
     InvalidHashError,
     KvpoolError,
     NamespaceMismatchError,
@@ -77,7 +78,7 @@ class Keyspace:
         """End the lease of a match early, once its blocks are loaded; without it the lease runs out by itself."""
         deadline = self._client._deadline(timeout_s)
         if matched.lease:
-            with suppress(UnavailableError):
+            with suppress(UnavailableError, CapacityError):
                 self._client._meta.call(ReleaseRequest(matched.lease), Done, deadline, again=False)
 
     def load(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.client.results import Reservation, StoreResult, WriteResult
 from kvpool.core.directory import Want
-from kvpool.core.errors import KvpoolError, UnavailableError, UsageError
+from kvpool.core.errors import CapacityError, KvpoolError, UnavailableError, UsageError
 from kvpool.core.keys import NO_PARENT, select_hashes
 from kvpool.core.limits import HASH_BYTES
 from kvpool.ops.failpoints import failpoint
@@ -77,7 +77,7 @@ def abort_blocks(
     if not reservation.number or (blocks is not None and not blocks):
         return
     chosen = b"" if blocks is None else select_hashes(reservation.hashes, sorted(blocks))
-    with suppress(UnavailableError):  # then the reservation runs out by itself
+    with suppress(UnavailableError, CapacityError):  # then the reservation runs out by itself
         keyspace._client._meta.call(AbortRequest(reservation.number, chosen, crowded), Done, deadline, again=False)
 
 

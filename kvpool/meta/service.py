@@ -193,16 +193,13 @@ class MetaService:
             UsageError: A segment that the node did not name when it joined.
         """
         namespace = parse_namespace(document)
-        failpoint("meta.inventory.before_take")
         with self._lock:
             self._check_session(member)
             if all(segment.segment_id != segment_id for segment in member.segments):
                 raise UsageError(f"segment {segment_id.hex()} is not of node {member.node_id}; join with it first")
             self._members.heard(member)
             self._directory.open_namespace(namespace)
-            wanted = self._directory.announce(segment_id, namespace.id, part)
-        failpoint("meta.inventory.after_take")
-        return wanted
+            return self._directory.announce(segment_id, namespace.id, part)
 
     def ready(self, member: Member) -> None:
         """The node's inventory is complete: blocks may be placed on it, unless it said meanwhile that it drains."""
@@ -222,7 +219,7 @@ class MetaService:
             self.mover.admit(member)
         log.info("node_draining", node=member.node_id)
 
-    def heard(self, member: Member, orders_applied: int, scrub: Scrub | None = None) -> None:
+    def heard(self, member: Member, orders_applied: int, scrub: Scrub | None = None, resting_bytes: int = 0) -> None:
         """A heartbeat, or any other sign of life."""
         with self._lock:
             self._check_session(member)
@@ -231,7 +228,7 @@ class MetaService:
             if scrub is not None:
                 member.scrub = scrub
                 for segment in member.segments[:1]:  # a node has one so far
-                    self._directory.set_retired(segment.segment_id, scrub.retired_bytes)
+                    self._directory.set_out_of_use(segment.segment_id, max(resting_bytes, scrub.retired_bytes))
 
     def leave(self, member: Member) -> None:
         """The node's stream has ended: its blocks are no longer offered."""

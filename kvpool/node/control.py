@@ -230,8 +230,14 @@ class Control:
                 log.warning("commit_unanswered", node=self._node_id)
                 self._call.cancel()  # type: ignore[no-untyped-call]
                 return
-            heartbeat = membership_pb2.Heartbeat(orders_applied=self._orders_applied, scrub=self._scrub())
-            self._out.put(membership_pb2.FromNode(heartbeat=heartbeat))
+            self._out.put(membership_pb2.FromNode(heartbeat=self._heartbeat()))
+
+    def _heartbeat(self) -> membership_pb2.Heartbeat:
+        return membership_pb2.Heartbeat(
+            orders_applied=self._orders_applied,
+            scrub=self._scrub(),
+            resting_bytes=self._store.stats().quarantined_bytes,
+        )
 
     def segment(self) -> common_pb2.Segment:
         """The segment as others see it."""

@@ -100,7 +100,9 @@ class _Armed:
         elif verb == "sleep":
             time.sleep(float(argument))
         elif verb == "raise":
-            raise _error(argument, name)
+            error = _error(argument, name)
+            assert error is not None, "looked at when it was armed"
+            raise error
         else:
             self._pause(name)
 

@@ -71,9 +71,9 @@ class FaultPool(Pool):
     def points(self, name: str) -> Points:
         return Points(self.directory / f"points-{name}")
 
-    def actor(self, transport: str) -> Actor:
-        """A client of its own process; ends with the pool at the latest."""
-        return Actor(self.uri, transport, self.points("actor"))
+    def actor(self, transport: str, name: str = "actor") -> Actor:
+        """A client in a process of its own."""
+        return Actor(self.uri, transport, self.points(name))
 
     def attempt(self) -> int:
         """A number for a put that no other one has."""
@@ -171,7 +171,7 @@ class FaultPool(Pool):
     def churn(self) -> None:
         """Most memory is given to other blocks, twice."""
         for _ in range(4):
-            self.put(random_chain(BLOCKS // 2))
+            self.put_again(random_chain(BLOCKS // 2))
 
     def headers(self) -> dict[str, set[tuple[bytes, bytes, int, int]]]:
         """(hash, parent, page, generation) of what each node holds, as its header file says."""

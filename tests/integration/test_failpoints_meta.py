@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tests.integration.conftest import random_chain
-from tests.integration.faulting import FaultPool, rejoin
+from tests.integration.faulting import TIMEOUT_S, FaultPool, rejoin
 from tests.waiting import eventually, is_frozen
 
 PUTS = [
@@ -39,12 +39,12 @@ def meet(pool: FaultPool, point: str, action: str) -> list[bytes]:
     elif point == "meta.abort.before_answer":
         reservation = pool.keyspace.reserve(chain)
         points.arm(point, action)
-        pool.keyspace.abort(reservation, timeout_s=1.0)
+        pool.keyspace.abort(reservation, timeout_s=TIMEOUT_S)
     else:
         pool.put_again(chain)
         points.arm(point, action)
         if point == "meta.match.before_answer":
-            pool.keyspace.match(chain, lease_s=60, timeout_s=1.0)
+            pool.keyspace.match(chain, lease_s=60, timeout_s=TIMEOUT_S)
         elif point == "meta.locate.before_answer":
             pool.get(chain)
         elif point != "meta.tick.begin":
