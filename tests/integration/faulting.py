@@ -38,6 +38,9 @@ META = {
 }
 NODE = {"quarantine": "200ms", "scrub-bytes-per-s": 0}
 
+LITTLE_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+"""The address space of a process is what it uses: a limit on it is felt at the next large allocation."""
+
 PROLOGUE_BYTES = 64
 TIMEOUT_S = 1.0
 """Of calls that meet a fault: they end by then."""
@@ -66,7 +69,7 @@ class FaultPool(Pool):
         super().start_node(name, size, **(NODE | options))
 
     def environ(self, name: str) -> dict[str, str]:
-        return os.environ | {VARIABLE: str(self.points(name).directory)}
+        return os.environ | LITTLE_MEMORY | {VARIABLE: str(self.points(name).directory)}
 
     def points(self, name: str) -> Points:
         return Points(self.directory / f"points-{name}")

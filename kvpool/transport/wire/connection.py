@@ -31,6 +31,9 @@ from kvpool.transport.wire.messages import (
 IOV_MAX = 1024
 """Buffers the kernel takes in one sendmsg or recvmsg."""
 
+SCRAP_BYTES = 1 << 16
+"""What nobody wants is read into so much memory, which is there when no more is."""
+
 _ARM_SLACK_S = 0.05
 
 SILENT_S = 60
@@ -108,7 +111,11 @@ class FramedSocket:
 
     def receive_body(self, header: Header) -> Message:
         """The message of the frame whose header was just received."""
-        body = bytearray(header.body_bytes)
+        try:
+            body = bytearray(header.body_bytes)
+        except MemoryError:
+            self.drain(header.body_bytes)  # the next frame can be read, when there is memory for it
+            raise
         self.receive_into(memoryview(body))
         return decode(header.kind, body)
 
@@ -137,7 +144,7 @@ class FramedSocket:
 
     def drain(self, size_bytes: int) -> None:
         """Read and drop ``size_bytes``, to reach the next frame."""
-        scrap = memoryview(bytearray(min(size_bytes, 1 << 20)))
+        scrap = memoryview(bytearray(min(size_bytes, SCRAP_BYTES)))
         while size_bytes:
             piece = scrap[: min(size_bytes, len(scrap))]
             self.receive_into(piece)

@@ -261,16 +261,15 @@ class FramedServer:
                 self._idle.notify_all()
 
     def _exchange(self, framed: FramedSocket, header: Header, session: Session) -> None:
+        payload = Payload(framed, header.payload_bytes)
         try:
-            request = framed.receive_body(header)
-            payload = Payload(framed, header.payload_bytes)
-            reply = self._answer(request, payload, session)
+            reply = self._answer(framed.receive_body(header), payload, session)
         except ProtocolError as error:
             framed.send(_error_reply(error), header.correlation)
             raise
-        except MemoryError as error:  # of the body: what follows of it was not read
-            framed.send(_error_reply(CapacityError(NO_MEMORY)), header.correlation)
-            raise ProtocolError(NO_MEMORY) from error
+        except MemoryError:
+            log.warning("out_of_memory", server=self._identity.name, kind=header.kind, body_bytes=header.body_bytes)
+            reply = Reply(_error_reply(CapacityError(NO_MEMORY)))
         try:
             payload.drop()
             self._send(framed, reply, header.correlation)
@@ -295,9 +294,6 @@ class FramedServer:
             return session.handle(request, payload)
         except ProtocolError:
             raise
-        except MemoryError:
-            log.warning("out_of_memory", server=self._identity.name, request=type(request).__name__)
-            return Reply(_error_reply(CapacityError(NO_MEMORY)))
         except KvpoolError as error:
             return Reply(_error_reply(error))
 
