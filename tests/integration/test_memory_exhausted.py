@@ -18,7 +18,6 @@ from kvpool.core.limits import FRAME_BODY_BYTES_MAX
 from kvpool.transport.wire.connection import Connection
 from kvpool.transport.wire.messages import DiscardRequest, Done, Ping
 from tests.integration.conftest import random_chain
-from tests.integration.faulting import FaultPool
 
 LEFT_BYTES = 1 << 20
 """Less than a frame's body may have, or a thread's stack takes; more than small answers need."""
