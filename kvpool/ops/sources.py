@@ -133,7 +133,7 @@ def _from_file(path: Path) -> list[Setting]:
     source = f"file {path}"
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:  # the last: nested without end
         problem = " ".join(str(error).split())
         raise SettingsError(f"{source}: {problem}; `kvpool config default` prints a valid file") from error
     given = []
