@@ -24,7 +24,6 @@ import kvpool.transport.deadline
 import kvpool.transport.shm
 import kvpool.transport.wire.connection
 import kvpool.transport.wire.server
-from kvpool.core.slots import Slots
 
 from .scheduler import current
 
@@ -171,12 +170,7 @@ class Silence:
     warning = info
 
 
-def short_rest(seconds):
-    """`Slots` whose quarantine lasts ``seconds``."""
-    return lambda pages, clock, first_generation: Slots(pages, clock, first_generation, seconds)
-
-
-def _replacements(quarantine_s):
+def _replacements():
     service, losing, moving = kvpool.meta.service, kvpool.meta.losing, kvpool.meta.moving
     control, copier, wire = kvpool.node.control, kvpool.node.copier, kvpool.transport.wire
     logging = [
@@ -207,7 +201,6 @@ def _replacements(quarantine_s):
         (losing, "LOSS_BLOCKS", 2),
         (kvpool.core.directory.heat, "SAMPLE_EVERY", 1),
         (kvpool.client.nodes, "random", Random),
-        (kvpool.node.server, "Slots", short_rest(quarantine_s)),
         (kvpool.transport.copying, "np", SteppingNumpy()),
         (kvpool.transport.copying, "CHUNK_BYTES", COPY_BYTES),
     ]
@@ -226,6 +219,6 @@ def replaced(replacements):
             setattr(owner, name, value)
 
 
-def simulated(quarantine_s):
+def simulated():
     """Simulated time and threads in every module that a schedule runs."""
-    return replaced(_replacements(quarantine_s))
+    return replaced(_replacements())
