@@ -90,7 +90,7 @@ class _Armed:
             raise SettingsError(f"{VARIABLE}: a pause ends when a file goes: add a directory, e.g. {text},/run/points")
 
     def reach(self, name: str) -> None:
-        action = self._actions.get(name) or self._claim(name)
+        action = self._claim(name)
         if action is None:
             return
         log.warning("failpoint", name=name, action=action)
@@ -107,10 +107,13 @@ class _Armed:
             self._pause(name)
 
     def _claim(self, name: str) -> str | None:
-        """The action that a file has armed ``name`` with, for the first who asks."""
+        """What to do at ``name``, if anything; what a file has armed it with is for the first who asks."""
         if self._directory is None:
-            return None
+            return self._actions.get(name)
         hit = self._directory / f"{name}.hit"
+        if name in self._actions:
+            hit.touch()
+            return self._actions[name]
         try:
             (self._directory / f"{name}.armed").rename(hit)
         except FileNotFoundError:
@@ -120,7 +123,6 @@ class _Armed:
     def _pause(self, name: str) -> None:
         assert self._directory is not None
         hit, until_s = self._directory / f"{name}.hit", time.monotonic() + PAUSE_S
-        hit.touch()
         while hit.exists():
             if time.monotonic() > until_s:
                 log.error("failpoint_not_released", name=name, after_s=PAUSE_S)
