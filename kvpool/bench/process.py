@@ -98,9 +98,12 @@ class ChildProcess:
 class RoleProcess(ChildProcess):
     """One `kvpool` role in a process of its own; a context manager that leaves no process behind."""
 
-    def __init__(self, role: str, options: Mapping[str, object], log: Path) -> None:
+    def __init__(
+        self, role: str, options: Mapping[str, object], log: Path, *, environ: Mapping[str, str] | None = None
+    ) -> None:
         flags = [f"--{name}={value}" for name, value in {**options, "format": "json"}.items()]
-        super().__init__(f"kvpool {role}", [sys.executable, "-m", "kvpool.cli.main", role, *flags], log)
+        command = [sys.executable, "-m", "kvpool.cli.main", role, *flags]
+        super().__init__(f"kvpool {role}", command, log, environ=environ)
 
     def ready(self, timeout_s: float = READY_S) -> dict[str, Any]:
         """The role's ready line; waits for it.

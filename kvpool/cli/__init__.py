@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from kvpool.cli.output import Format, FormatOption
 from kvpool.cli.signals import ignore, unwind_once, wakeups
 from kvpool.core.units import format_size
+from kvpool.ops.failpoints import arm
 from kvpool.ops.logging import configure
 from kvpool.ops.sources import field_of, flag_name, load_settings
 
@@ -39,6 +41,7 @@ def with_settings(*keys: str) -> Callable[[Callable[..., None]], Callable[..., N
             besides = {parameter.name: values.pop(parameter.name) for parameter in own}
             settings = load_settings(config, {flags[name]: value for name, value in values.items()})
             configure(settings.log)
+            arm(os.environ)
             command(settings, output, **besides)
 
         parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]

@@ -28,6 +28,7 @@ from kvpool.ops.version import __version__
     "node.scrub_bytes_per_s",
     "node.scrub_interval_s",
     "node.join_timeout_s",
+    "node.quarantine_s",
     "node.drain_timeout_s",
 )
 def node(settings: Settings, output: Format) -> None:

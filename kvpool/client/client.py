@@ -16,6 +16,7 @@ from kvpool.core.errors import ClosedError, KvpoolError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX, DRAIN_S_MAX, STREAMS_MAX
 from kvpool.core.members import Scrub
 from kvpool.core.namespace import Namespace
+from kvpool.ops.failpoints import arm
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.streams import Streams
 from kvpool.v1 import admin_pb2, common_pb2
@@ -175,6 +176,7 @@ def connect(
         raise UsageError(f"streams is {streams!r}; use from 1 to {STREAMS_MAX}")
     if isinstance(transports, str) or not transports:
         raise UsageError(f"transports is {transports!r}; give a list, e.g. ['shm', 'tcp']")
+    arm(os.environ)
     client = Client(uri, transports, timeout_s, streams, principal or f"pid:{os.getpid()}")
     try:
         client._meta.find(client._deadline(None))

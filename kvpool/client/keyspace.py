@@ -10,6 +10,7 @@ from kvpool.client.results import LoadResult, Match, Reservation, StoreResult, W
 from kvpool.client.storing import abort_blocks, reserve_blocks, store_blocks, write_shard
 from kvpool.core.directory import MissReason
 from kvpool.core.errors import (
+    CapacityError,
     InvalidHashError,
     KvpoolError,
     NamespaceMismatchError,
@@ -20,6 +21,7 @@ from kvpool.core.errors import (
 from kvpool.core.keys import NO_PARENT, HashesLike, pack_hashes
 from kvpool.core.limits import HASH_BYTES, LEASE_S_MAX, MATCH_BLOCKS_MAX
 from kvpool.core.namespace import Namespace
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.wire.messages import Done, MatchReply, MatchRequest, Message, ReleaseRequest
 
@@ -69,13 +71,14 @@ class Keyspace:
         except KvpoolError as error:
             self._client._counters.missed([miss_reason(error)])
             return Match(0, miss_reason(error), asked=False)
+        failpoint("client.match.after_answer")
         return Match(reply.blocks, MissReason(reply.reason) if reply.reason else None, reply.lease)
 
     def release(self, matched: Match, *, timeout_s: float | None = None) -> None:
         """End the lease of a match early, once its blocks are loaded; without it the lease runs out by itself."""
         deadline = self._client._deadline(timeout_s)
         if matched.lease:
-            with suppress(UnavailableError):
+            with suppress(UnavailableError, CapacityError):
                 self._client._meta.call(ReleaseRequest(matched.lease), Done, deadline, again=False)
 
     def load(

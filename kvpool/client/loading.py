@@ -17,6 +17,7 @@ from kvpool.core.directory import MissReason
 from kvpool.core.errors import DeadlineError, KvpoolError, OverloadedError, UsageError
 from kvpool.core.keys import hash_at, select_hashes
 from kvpool.core.limits import HASH_BYTES
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport import ReadBatch, ReadStatus, Transport
 from kvpool.transport.blocks import Blocks
 from kvpool.transport.deadline import Deadline
@@ -171,6 +172,7 @@ class _Load:
             node, segment = client._nodes.find(number, client._meta.topology)
             transport = client._nodes.transport(node, deadline, Use.READ)
             batch = self._batch(segment.segment_id, copies, blocks, self._destinations.select(blocks))
+            failpoint("client.read.before_copy")
             with client._nodes.reading(node, len(blocks) * batch.block_bytes):
                 statuses = transport.read(batch, deadline)
         except KvpoolError as error:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from kvpool.client.nodes import Use
 from kvpool.client.results import Reservation, StoreResult, WriteResult
 from kvpool.core.directory import Want
-from kvpool.core.errors import KvpoolError, UnavailableError, UsageError
+from kvpool.core.errors import CapacityError, KvpoolError, UnavailableError, UsageError
 from kvpool.core.keys import NO_PARENT, select_hashes
 from kvpool.core.limits import HASH_BYTES
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport import WriteBatch, WriteStatus
 from kvpool.transport.blocks import Blocks
 from kvpool.transport.deadline import Deadline
@@ -51,6 +52,7 @@ def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: byte
     # Asking again could reserve twice; the first answer's places would only come back at their deadline.
     reply = keyspace._call(request, ReserveReply, deadline, again=False)
     meta.learn(reply.topology)
+    failpoint("client.put.after_reserve")
     missing_from = None if reply.missing_from == NONE_INDEX else reply.missing_from
     return Reservation(
         keyspace.namespace.id,
@@ -76,7 +78,7 @@ def abort_blocks(
     if not reservation.number or (blocks is not None and not blocks):
         return
     chosen = b"" if blocks is None else select_hashes(reservation.hashes, sorted(blocks))
-    with suppress(UnavailableError):  # then the reservation runs out by itself
+    with suppress(UnavailableError, CapacityError):  # then the reservation runs out by itself
         keyspace._client._meta.call(AbortRequest(reservation.number, chosen, crowded), Done, deadline, again=False)
 
 

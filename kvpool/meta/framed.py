@@ -7,6 +7,7 @@ from kvpool.core.errors import ProtocolError
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import RESERVE_BLOCKS_MAX, SHARDS_MAX
 from kvpool.meta.service import MetaService
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport.wire.messages import (
     ALL_SHARDS,
     NONE_INDEX,
@@ -64,6 +65,7 @@ class MetaSession:
 
     def _match(self, request: MatchRequest) -> Message:
         matched = self._service.match(request.namespace, request.hashes, request.first, _seconds(request.lease_ms))
+        failpoint("meta.match.before_answer")
         return MatchReply(matched.blocks, matched.reason or "", matched.lease)
 
     def _release(self, request: ReleaseRequest) -> Message:
@@ -72,6 +74,7 @@ class MetaSession:
     def _locate(self, request: LocateRequest) -> Message:
         shard = None if request.shard == ALL_SHARDS else request.shard
         location = self._service.locate(request.namespace, request.hashes, request.first, shard)
+        failpoint("meta.locate.before_answer")
         return LocateReply(
             count=location.blocks,
             reason=location.reason or "",
@@ -93,6 +96,7 @@ class MetaSession:
             self._principal,
             _seconds(request.ttl_ms),
         )
+        failpoint("meta.reserve.before_answer")
         result = reserved.result
         return ReserveReply(
             reservation=result.reservation,
@@ -122,7 +126,9 @@ class MetaSession:
         if request.hashes:
             count_hashes(request.hashes, RESERVE_BLOCKS_MAX)
             hashes = split_hashes(request.hashes)
-        return Done(self._service.abort(request.reservation, hashes, crowded=request.crowded))
+        aborted = self._service.abort(request.reservation, hashes, crowded=request.crowded)
+        failpoint("meta.abort.before_answer")
+        return Done(aborted)
 
     def _report_bad(self, request: ReportBadRequest) -> Message:
         count_hashes(request.hash, 1)

@@ -21,6 +21,7 @@ from kvpool.core.limits import (
 from kvpool.core.members import Member, MemberSegment, Scrub
 from kvpool.meta.service import ORDERS_PER_MESSAGE, MetaService
 from kvpool.ops.admission import Admission
+from kvpool.ops.failpoints import failpoint
 from kvpool.ops.grpc_server import code_of
 from kvpool.ops.logging import get_logger
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, unpack
@@ -172,7 +173,8 @@ class _Stream:
         event = request.WhichOneof("event")
         if event == "heartbeat":
             heartbeat = request.heartbeat
-            self._service.heard(self._member, heartbeat.orders_applied, Scrub.of(heartbeat.scrub))
+            scrub = Scrub.of(heartbeat.scrub)
+            self._service.heard(self._member, heartbeat.orders_applied, scrub, heartbeat.resting_bytes)
         elif event == "inventory":
             self._take_inventory(request.inventory)
         elif event == "inventory_done":
@@ -185,7 +187,9 @@ class _Stream:
 
     def _take_inventory(self, message: membership_pb2.Inventory) -> None:
         part = _columns(message)
+        failpoint("meta.inventory.before_take")
         wanted = self._service.take_inventory(self._member, message.segment_id, message.document, part)
+        failpoint("meta.inventory.after_take")
         # A reader may hold a lease that an earlier service gave: these slots rest before they are used again.
         self._unwanted += [
             FreeSlot(0, message.segment_id, int(part.slots[i]), int(part.generations[i]), rest=True)

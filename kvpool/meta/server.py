@@ -127,4 +127,7 @@ class MetaServer:
             self.service.work.wait(heartbeat_s)
             if time.monotonic() - began_s > PAUSED_HEARTBEATS * heartbeat_s:
                 self.service.resumed()
-            self.service.tick()
+            try:
+                self.service.tick()
+            except MemoryError:  # the next one may find some: without ticks nothing would ever expire
+                log.warning("out_of_memory", what="tick")

@@ -25,6 +25,7 @@ from kvpool.meta.moving import Mover
 from kvpool.meta.results import MetaStatus, RecoveryStatus, Reserved
 from kvpool.meta.topology import TopologyView
 from kvpool.ops.admission import Admission
+from kvpool.ops.failpoints import failpoint
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
 from kvpool.transport.wire.messages import Topology
@@ -123,6 +124,7 @@ class MetaService:
         if len(parent) not in (0, HASH_BYTES):
             raise InvalidHashError(f"parent is {len(parent)} bytes; a block hash is {HASH_BYTES}")
         ttl_s = min(ttl_s or self.settings.reservation_ttl_s, RESERVATION_S_MAX)
+        failpoint("meta.reserve.before_place")
         with self.requests:
             result = self._directory.reserve(namespace_id, hashes, first, parent, owner=owner, ttl_s=ttl_s)
             above = parent if not first else hash_at(hashes, first - 1)
@@ -204,6 +206,7 @@ class MetaService:
 
     def ready(self, member: Member) -> None:
         """The node's inventory is complete: blocks may be placed on it, unless it said meanwhile that it drains."""
+        failpoint("meta.ready.before_admit")
         with self._lock:
             self._check_session(member)
             self.mover.admit(member)
@@ -219,7 +222,7 @@ class MetaService:
             self.mover.admit(member)
         log.info("node_draining", node=member.node_id)
 
-    def heard(self, member: Member, orders_applied: int, scrub: Scrub | None = None) -> None:
+    def heard(self, member: Member, orders_applied: int, scrub: Scrub | None = None, resting_bytes: int = 0) -> None:
         """A heartbeat, or any other sign of life."""
         with self._lock:
             self._check_session(member)
@@ -228,7 +231,7 @@ class MetaService:
             if scrub is not None:
                 member.scrub = scrub
                 for segment in member.segments[:1]:  # a node has one so far
-                    self._directory.set_retired(segment.segment_id, scrub.retired_bytes)
+                    self._directory.set_out_of_use(segment.segment_id, max(resting_bytes, scrub.retired_bytes))
 
     def leave(self, member: Member) -> None:
         """The node's stream has ended: its blocks are no longer offered."""
@@ -285,11 +288,13 @@ class MetaService:
         written: list[tuple[bytes, int, int, int, int]],
     ) -> list[CommitStatus]:
         """See `Directory.commit`; everything is stale from a node whose session is over."""
+        failpoint("meta.commit.before_take")
         with self._lock:
             member = self._members.of_session(session)
             if member is None or all(s.segment_id != segment_id for s in member.segments):
                 return [CommitStatus.STALE] * len(written)
             statuses = self._directory.commit(reservation, segment_id, written)
+        failpoint("meta.commit.before_answer")
         self.mover.settled()
         return statuses
 
@@ -343,6 +348,7 @@ class MetaService:
 
     def tick(self) -> None:
         """Free what was abandoned, lose silent nodes, drop what lost ones held, copy blocks; called each heartbeat."""
+        failpoint("meta.tick.begin")
         self.work.clear()
         with self._lock:
             self._directory.expire()

@@ -14,6 +14,7 @@ from kvpool.node.headers import SlotHeaders
 from kvpool.node.link import MetaLink
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.store import NodeSession, NodeStore
+from kvpool.ops.failpoints import failpoint
 from kvpool.ops.grpc_server import raised_by
 from kvpool.ops.logging import get_logger
 from kvpool.transport.backoff import Backoff
@@ -103,8 +104,8 @@ class Control:
                 self._one_session()
             except grpc.RpcError as error:
                 self.failure = str(raised_by(error))
-            except KvpoolError as error:
-                self.failure = str(error)
+            except (KvpoolError, MemoryError) as error:
+                self.failure = str(error) or "out of memory"
             self._store.session = None
             if self.ready.is_set() and not self._stopping.is_set():
                 log.warning("control_stream_ended", node=self._node_id, reason=self.failure)
@@ -186,6 +187,7 @@ class Control:
             self._out.put(membership_pb2.FromNode(draining=membership_pb2.NodeDraining()))
 
     def _announce(self) -> None:
+        failpoint("node.inventory.before_scan")
         headers = self._store.inventory()
         for some in headers.by_namespace():
             namespace_id = some.records["namespace"][0].tobytes()
@@ -197,6 +199,7 @@ class Control:
             for start in range(0, len(some), INVENTORY_PART_BLOCKS):
                 part = self._inventory(document, some.select(slice(start, start + INVENTORY_PART_BLOCKS)))
                 self._out.put(membership_pb2.FromNode(inventory=part))
+                failpoint("node.inventory.mid_parts")
 
     def _inventory(self, document: bytes, headers: SlotHeaders) -> membership_pb2.Inventory:
         records = headers.records
@@ -213,8 +216,10 @@ class Control:
         )
 
     def _apply(self, orders: membership_pb2.FreeSlots) -> None:
+        failpoint("node.orders.before_apply")
         columns = (orders.number, orders.segment_id, orders.slot, orders.generation, orders.rest)
         self._store.apply(FreeSlot(*row) for row in zip(*columns, strict=True))
+        failpoint("node.orders.after_apply")
         self._orders_applied = max(self._orders_applied, *orders.number)
 
     def _beat(self, interval_s: float, ended: threading.Event) -> None:
@@ -224,8 +229,14 @@ class Control:
                 log.warning("commit_unanswered", node=self._node_id)
                 self._call.cancel()  # type: ignore[no-untyped-call]
                 return
-            heartbeat = membership_pb2.Heartbeat(orders_applied=self._orders_applied, scrub=self._scrub())
-            self._out.put(membership_pb2.FromNode(heartbeat=heartbeat))
+            self._out.put(membership_pb2.FromNode(heartbeat=self._heartbeat()))
+
+    def _heartbeat(self) -> membership_pb2.Heartbeat:
+        return membership_pb2.Heartbeat(
+            orders_applied=self._orders_applied,
+            scrub=self._scrub(),
+            resting_bytes=self._store.stats().quarantined_bytes,
+        )
 
     def segment(self) -> common_pb2.Segment:
         """The segment as others see it."""

@@ -84,7 +84,8 @@ class Copier:
                 continue
             try:
                 self._carry_out(order)
-            except KvpoolError as error:  # of an older session, draining, out of reach: nothing was promised for long
+            except (KvpoolError, MemoryError) as error:
+                # Of an older session, draining, out of reach: nothing was promised for long.
                 log.info("fetch_refused", source=order.source_node_id, error=str(error))
 
     def _carry_out(self, order: membership_pb2.FetchBlocks) -> None:

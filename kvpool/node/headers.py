@@ -30,6 +30,7 @@ from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import SlotState
 from kvpool.core.units import format_size
 from kvpool.node.private_file import open_private
+from kvpool.ops.failpoints import failpoint
 
 MAGIC = b"KVPOOLHD"
 VERSION = 1
@@ -148,6 +149,7 @@ class HeaderFile:
         records["header_checksum"] = _header_checksums(records)
         records["state"] = 0
         self._records[headers.pages] = records
+        failpoint("node.put.before_describe")
         self._records["state"][headers.pages] = state
 
     def commit(self, pages: Pages, checksums: NDArray[np.uint64]) -> SlotHeaders:
@@ -156,6 +158,7 @@ class HeaderFile:
         headers.records["checksum"] = checksums
         self._records["checksum"][pages] = checksums
         self._records["header_checksum"][pages] = _header_checksums(headers.records)
+        failpoint("node.put.mid_header")
         self._records["state"][pages] = SlotState.COMMITTED
         return headers
 

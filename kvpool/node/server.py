@@ -106,7 +106,7 @@ class NodeServer:
         undo.callback(link.close)
         self._link = link
         self._book = NamespaceBook(files.namespaces, link.describe)
-        slots = restore_slots(headers, segment.size_bytes // PAGE_BYTES)
+        slots = restore_slots(headers, segment.size_bytes // PAGE_BYTES, settings.quarantine_s)
         self.store = NodeStore(segment, headers, slots, self._book, link, self._incarnation)
 
     def _listen(self, undo: ExitStack) -> None:
@@ -201,9 +201,9 @@ class NodeServer:
         )
 
 
-def restore_slots(headers: HeaderFile, pages: int) -> Slots:
-    """The slots that the header file describes; half-written ones rest in quarantine."""
-    slots = Slots(pages, time.monotonic, headers.next_generation)
+def restore_slots(headers: HeaderFile, pages: int, quarantine_s: float = 30.0) -> Slots:
+    """The slots that the header file describes; half-written ones rest in quarantine, for ``quarantine_s``."""
+    slots = Slots(pages, time.monotonic, headers.next_generation, quarantine_s)
     unsound = headers.drop_unsound()
     if unsound:
         log.warning("headers_unsound", slots=unsound)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvpool.core.errors import ProtocolError, UsageError
 from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, SLOTS_PER_CALL_MAX
 from kvpool.node.store import NodeStore, Receiving
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import WriteStatus
 from kvpool.transport.copying import checksum
 from kvpool.transport.wire.messages import (
@@ -84,6 +85,7 @@ class DataSession:
                     pinned.append((slot, generation))
                     views.append(view)
                     present[i] = 1
+            failpoint("node.get.after_pin")
         except BaseException:
             self._store.unpin(pinned)
             raise
@@ -117,6 +119,7 @@ class DataSession:
                     raise ProtocolError(f"a slot was prepared for {len(place.view)} bytes, not {length}")
                 else:
                     payload.receive_into(place.view)
+                failpoint("node.put.mid_bytes")
                 arrived[i] = place is None or checksum([place.view], place.seed) == wanted
         finally:
             self._store.end_receive([(p, bool(a)) for p, a in zip(places, arrived, strict=True) if p is not None])

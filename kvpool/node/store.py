@@ -7,6 +7,7 @@ directory does not take is freed at once.
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvpool.node.directory_link import DirectoryLink
 from kvpool.node.headers import HeaderFile, SlotHeaders, checksum_seeds, make_records
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.segment import Segment
+from kvpool.ops.failpoints import failpoint
 from kvpool.ops.logging import get_logger
 from kvpool.transport.base import WriteStatus
 from kvpool.transport.blocks import Bytes
@@ -120,6 +122,7 @@ class NodeStore:
             ProtocolError: Not a grant of the current session for this segment.
             UnavailableError: The node has no session now, or drains.
         """
+        failpoint("node.put.before_prepare")
         session = self.session
         grant = self._open(sealed, session)
         self._book.learn(grant.namespace)
@@ -135,6 +138,7 @@ class NodeStore:
             slots[: len(opened)] = opened.pages
             generations[: len(opened)] = opened.records["generation"]
             self._counters["no_slot"] += grant.count - len(opened)
+        failpoint("node.put.after_prepare")
         return slots, generations
 
     def begin_receive(
@@ -187,8 +191,15 @@ class NodeStore:
                     sealed.append(i)
                 else:
                     self._slots.finish(page, generation, owner)
-            headers = self._headers.commit(slots[sealed], checksums[sealed])
-            self._committing.update(headers.records["generation"].tolist())
+            try:
+                failpoint("node.put.before_header")
+                headers = self._headers.commit(slots[sealed], checksums[sealed])
+                self._committing.update(headers.records["generation"].tolist())
+            except BaseException:
+                # Nobody will ever name them: no slot may stay that is committed and was not reported.
+                for i in sealed:
+                    self._free(int(slots[i]), int(generations[i]), rest=False)
+                raise
         if sealed:
             statuses[sealed] = self._commit(reservation, headers)
         return statuses.tobytes()
@@ -208,6 +219,7 @@ class NodeStore:
             pages = [slot.page for slot in dropped]
             hashes = split_hashes(self._headers.read(np.array(pages, np.uint32)).records["hash"].tobytes())
             self._headers.clear(pages)
+        failpoint("node.owner.after_drop")
         by_reservation: dict[int, list[bytes]] = {}
         for slot, block_hash in zip(dropped, hashes, strict=True):
             by_reservation.setdefault(slot.reservation, []).append(block_hash)
@@ -229,6 +241,7 @@ class NodeStore:
 
     def unpin(self, pinned: Iterable[tuple[int, int]]) -> None:
         """End `pin` for each (page, generation)."""
+        failpoint("node.get.before_unpin")
         with self._lock:
             for page, generation in pinned:
                 self._slots.unpin(self._slots.pinned(page, generation))
@@ -318,11 +331,20 @@ class NodeStore:
     def _commit(self, reservation: int, headers: SlotHeaders) -> NDArray[np.uint8]:
         """Ask the directory to take slots in, and free those that it does not; one `WriteStatus` each."""
         session = self.session
-        answers: NDArray[np.uint8] | None
+        answers: NDArray[np.uint8] | None = None
         try:
-            answers = self._link.commit(self.segment.segment_id, reservation, headers)
-        except KvpoolError:
-            answers = None
+            with suppress(KvpoolError):
+                failpoint("node.put.after_header")
+                answers = self._link.commit(self.segment.segment_id, reservation, headers)
+                failpoint("node.put.after_report")
+        finally:
+            statuses = self._settle(session, headers, answers)
+        return statuses
+
+    def _settle(
+        self, session: NodeSession | None, headers: SlotHeaders, answers: NDArray[np.uint8] | None
+    ) -> NDArray[np.uint8]:
+        """Keep what the directory has taken in, free the rest; one `WriteStatus` each. None: it did not answer."""
         with self._lock:
             # The inventory of a later session has left these slots out: whatever an earlier one answers, they go.
             is_current = self.session is session

@@ -147,6 +147,10 @@ class _Admitted(grpc.ServerInterceptor):  # type: ignore[type-arg]
             except KvpoolError as error:
                 context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
                 context.abort(code_of(error), str(error))
+            except MemoryError:
+                log.warning("out_of_memory", method=details.method)
+                context.set_trailing_metadata(((ERROR_KEY, CapacityError.__name__),))
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no memory for this call now")
 
         return grpc.unary_unary_rpc_method_handler(checked, handler.request_deserializer, handler.response_serializer)
 

@@ -241,6 +241,9 @@ class NodeSettings(_ServerSettings):
     scrub_interval_s: Duration = 600.0
     """Time from the start of one scrub to the start of the next, for segments scrubbed sooner."""
 
+    quarantine_s: Duration = 30.0
+    """How long memory rests, before it is used again, whose writer or reader of an earlier run may still be alive."""
+
     drain_timeout_s: Duration = 30.0
     """Time that transfers under way get to end when the node is asked to stop."""
 

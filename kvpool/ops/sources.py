@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvpool.core.errors import SettingsError
+from kvpool.ops import failpoints
 from kvpool.ops.settings import ClientSettings, LogSettings, MetaSettings, NodeSettings, Section, Settings
 
 CONFIG_VARIABLE = "KVPOOL_CONFIG"
@@ -120,7 +121,7 @@ def _from_flags(overrides: Mapping[str, object]) -> list[Setting]:
 def _from_environment(environ: Mapping[str, str]) -> list[Setting]:
     given = []
     for name, value in environ.items():
-        ours = name.startswith(_PREFIX) and name != CONFIG_VARIABLE
+        ours = name.startswith(_PREFIX) and name not in (CONFIG_VARIABLE, failpoints.VARIABLE)
         if ours and value and _KUBERNETES.search(f"{name}={value}") is None:
             key = name.removeprefix(_PREFIX).lower().replace("__", ".")
             source = f"environment variable {name}"
@@ -132,7 +133,7 @@ def _from_file(path: Path) -> list[Setting]:
     source = f"file {path}"
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:  # the last: nested without end
         problem = " ".join(str(error).split())
         raise SettingsError(f"{source}: {problem}; `kvpool config default` prints a valid file") from error
     given = []

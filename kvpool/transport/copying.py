@@ -11,6 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvpool.core.limits import PAGE_BYTES
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport.blocks import Blocks, Bytes, Pieces
 
 GROUP_BYTES = 1 << 20
@@ -132,3 +133,4 @@ def _copy_chunks(destination: Bytes, source: Bytes, digest: xxhash.xxh3_64) -> N
         chunk = destination[start : start + CHUNK_BYTES]
         np.copyto(chunk, source[start : start + CHUNK_BYTES])
         digest.update(chunk.data)
+        failpoint("client.copy.mid_block")

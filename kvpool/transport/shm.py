@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, UnavailableError
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
 from kvpool.transport.blocks import Bytes
 from kvpool.transport.copying import fits, load_slots, store_slots
@@ -77,6 +78,7 @@ def read_mapped(payload: Bytes, batch: ReadBatch, streams: Streams) -> bytearray
         return load_slots(payload, slots[first:end], destinations.select(range(first, end)), seeds[first:end])
 
     found = list(chain.from_iterable(streams.split(len(destinations), batch.block_bytes, part)))
+    failpoint("client.read.before_verify")
     expected = batch.checksums.tolist()
     if found == expected:
         return bytearray(len(found))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, ProtocolError
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
 from kvpool.transport.copying import GROUP_BYTES, checksum, checksums_side_by_side
 from kvpool.transport.deadline import Deadline
@@ -96,6 +97,7 @@ def _read_on(
         statuses[block - offset] = ReadStatus.FAILED
     expected = batch.checksums.tolist()
     for taken, checksums in _take(connection, batch, seeds, arriving):
+        failpoint("client.read.before_verify")
         for block, arrived in zip(taken, checksums, strict=True):
             statuses[block - offset] = ReadStatus.OK if arrived == expected[block] else ReadStatus.BAD
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import ClosedError, KvpoolError
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import WriteBatch, WriteStatus
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
@@ -51,17 +52,20 @@ def _write_all(
     for status, blocks in zip(statuses, moved, strict=True):
         committed = connection.collect(Statuses, deadline.left_s()).statuses if blocks else b""
         _spread(status, blocks, committed)
+    failpoint("client.put.after_commit")
 
 
 def _move_one(connection: Connection, batch: WriteBatch, move: Move, deadline: Deadline) -> list[int]:
     """Move what the node has slots for, and ask it to commit; the blocks moved."""
     prepared = connection.collect(PrepareReply, deadline.left_s())
+    failpoint("client.put.after_prepare")
     slots = unpack("slots", prepared.slots, "<u4", len(batch.sources))
     generations = unpack("generations", prepared.generations, "<u8", len(batch.sources))
     ready = np.flatnonzero(slots != NO_SLOT)
     blocks = ready.tolist()
     if blocks:
         message, payload = move(batch, blocks, slots[ready], generations[ready])
+        failpoint("client.put.before_commit")
         connection.post(message, deadline.left_s(), payload)
     return blocks
 

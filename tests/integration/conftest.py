@@ -6,9 +6,10 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,7 +19,10 @@ from kvpool.bench.process import RoleProcess
 from kvpool.embedded import EmbeddedPool
 from kvpool.ops.settings import MetaSettings, NodeSettings
 from tests.integration.places import Place
-from tests.waiting import eventually
+from tests.waiting import eventually, is_frozen
+
+if TYPE_CHECKING:
+    from tests.integration.faulting import FaultPool, FaultPools
 
 BLOCK_BYTES = 64 << 10
 
@@ -38,7 +42,8 @@ class Pool:
 
     def start_meta(self, **options: object) -> None:
         options = {"grpc-port": self.grpc_port, "framed-port": 0, **options}
-        self.meta = self.stack.enter_context(RoleProcess("meta", options, self.directory / "meta.log"))
+        log = self.directory / "meta.log"
+        self.meta = self.stack.enter_context(RoleProcess("meta", options, log, environ=self.environ("meta")))
         self.meta_ready = self.meta.ready()
         self.uri = self.meta_ready["uri"]
         # A restart listens where clients and nodes know it.
@@ -55,14 +60,19 @@ class Pool:
             "unix-socket": self.directory / f"{name}.sock",
             **options,
         }
-        node = self.stack.enter_context(RoleProcess("node", options, self.directory / f"{name}.log"))
+        log = self.directory / f"{name}.log"
+        node = self.stack.enter_context(RoleProcess("node", options, log, environ=self.environ(name)))
         self.nodes[name] = node
         self.ready[name] = node.ready()
+
+    def environ(self, name: str) -> dict[str, str] | None:
+        """What the process ``name`` gets as its environment; None: ours."""
+        return None
 
     def signal(self, process: RoleProcess, number: signal.Signals) -> None:
         os.kill(process.pid, number)
         if number == signal.SIGSTOP:
-            eventually(lambda: _is_frozen(process.pid))
+            eventually(lambda: is_frozen(process.pid))
 
     def kill(self, process: RoleProcess) -> None:
         self.signal(process, signal.SIGKILL)
@@ -73,12 +83,6 @@ class Pool:
 
     def connect(self, transport: str = "shm", **options: object) -> kvpool.Client:
         return self.stack.enter_context(kvpool.connect(self.uri, transports=[transport], **options))
-
-
-def _is_frozen(pid: int) -> bool:
-    """Whether each thread has stopped: kill() returns before they have."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 @pytest.fixture
@@ -110,6 +114,20 @@ def pool(long_lived_pool: Pool) -> Iterator[Pool]:
     """A pool of one node that tests share: they use namespaces of their own and break nothing."""
     with ExitStack() as stack:
         yield replace(long_lived_pool, stack=stack)
+
+
+@pytest.fixture(scope="module")
+def fault_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator["FaultPools"]:
+    from tests.integration.faulting import FaultPools
+
+    with closing(FaultPools(lambda: tmp_path_factory.mktemp("pool"))) as pools:
+        yield pools
+
+
+@pytest.fixture
+def fault_pool(fault_pools: "FaultPools") -> "FaultPool":
+    """A small pool with failpoints, which ends each test settled."""
+    return fault_pools.take()
 
 
 @pytest.fixture

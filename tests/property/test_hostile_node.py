@@ -49,6 +49,9 @@ class Directory:
     def abort(self, reservation, hashes) -> None:
         assert hashes
 
+    def gone(self, segment_id, headers) -> None:
+        assert len(headers)
+
     def describe(self, namespace_id) -> bytes:
         if namespace_id == UNKNOWN.id:
             raise KvpoolError("not open")

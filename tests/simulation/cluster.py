@@ -31,6 +31,7 @@ from .network import Framed
 from .scheduler import Process, current
 
 CONNECTIONS_MAX = 1024
+QUARANTINE_S = 3.0
 
 
 class Meta:
@@ -90,7 +91,7 @@ class Node:
         headers = MemoryHeaders(self.memory)
         link = MetaLink("meta:7300", self.name)
         book = MemoryBook(self.memory, link.describe)
-        slots = self.slots = restore_slots(headers, self.memory.pages)
+        slots = self.slots = restore_slots(headers, self.memory.pages, QUARANTINE_S)
         store = self.store = NodeStore(self.memory, headers, slots, book, link, incarnation)
         server = FramedServer(
             Identity(self.name, incarnation), lambda number, local: DataSession(store, number, local), CONNECTIONS_MAX

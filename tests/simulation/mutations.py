@@ -84,7 +84,7 @@ def stale_slots_are_kept():
     free = NodeStore._free
 
     def free_unless_committing(self, page, generation, *, rest):
-        if sys._getframe(1).f_code.co_name == "_commit":
+        if sys._getframe(1).f_code.co_name == "_settle":
             return False
         return free(self, page, generation, rest=rest)
 

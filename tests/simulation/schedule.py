@@ -18,7 +18,6 @@ from .shims import simulated
 from .witness import Witness
 from .workload import Engine
 
-QUARANTINE_S = 3.0
 LENGTH_S = 8.0
 REST_S = 16.0
 """Longer than every time-out, lease, reservation and quarantine after each other."""
@@ -54,7 +53,7 @@ class Outcome:
 
 def run_schedule(seed, *, validate=False):
     """Run the schedule of ``seed``; ``validate`` checks the state machines after every change of what is stored."""
-    with simulated(QUARANTINE_S), wired(), Scheduler(seed) as scheduler:
+    with simulated(), wired(), Scheduler(seed) as scheduler:
         return _Schedule(scheduler, validate).run()
 
 

@@ -25,7 +25,6 @@ import kvpool.transport.deadline
 import kvpool.transport.shm
 import kvpool.transport.wire.connection
 import kvpool.transport.wire.server
-from kvpool.core.slots import Slots
 
 from .scheduler import current
 
@@ -175,12 +174,7 @@ class Silence:
     warning = info
 
 
-def short_rest(seconds):
-    """`Slots` whose quarantine lasts ``seconds``."""
-    return lambda pages, clock, first_generation: Slots(pages, clock, first_generation, seconds)
-
-
-def _replacements(quarantine_s):
+def _replacements():
     service, losing, moving = kvpool.meta.service, kvpool.meta.losing, kvpool.meta.moving
     control, copier, wire = kvpool.node.control, kvpool.node.copier, kvpool.transport.wire
     logging = [
@@ -213,7 +207,6 @@ def _replacements(quarantine_s):
         (kvpool.core.directory.heat, "SAMPLE_EVERY", 1),
         (kvpool.client.nodes, "random", Random),
         (kvpool.transport.backoff, "random", Random),
-        (kvpool.node.server, "Slots", short_rest(quarantine_s)),
         (kvpool.transport.copying, "np", SteppingNumpy()),
         (kvpool.transport.copying, "CHUNK_BYTES", COPY_BYTES),
     ]
@@ -232,6 +225,6 @@ def replaced(replacements):
             setattr(owner, name, value)
 
 
-def simulated(quarantine_s):
+def simulated():
     """Simulated time and threads in every module that a schedule runs."""
-    return replaced(_replacements(quarantine_s))
+    return replaced(_replacements())

@@ -232,6 +232,6 @@ def test_a_scrub_that_is_off_looks_at_suspects_only(node, store):
 def test_retired_memory_is_not_offered_and_at_least_a_page_stays(node):
     directory, total = node.service._directory, PAGES * PAGE_BYTES
     for retired, capacity in [(PAGE_BYTES, total - PAGE_BYTES), (2 * total, PAGE_BYTES), (0, total)]:
-        directory.set_retired(SEGMENT_ID, retired)
+        directory.set_out_of_use(SEGMENT_ID, retired)
         assert directory.stats().capacity_bytes == capacity
         node.service.check_integrity()

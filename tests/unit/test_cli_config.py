@@ -5,7 +5,6 @@ import os
 from importlib import resources
 
 import pytest
-import structlog
 import typer
 import yaml
 from typer.testing import CliRunner
@@ -22,8 +21,6 @@ def clean_environment(monkeypatch):
     for name in [name for name in os.environ if name.startswith("KVPOOL_") or name.endswith("_COLOR")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "120")
-    yield
-    structlog.reset_defaults()
 
 
 def invoke(*arguments):

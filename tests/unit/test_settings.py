@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-import structlog
 import yaml
 from pydantic import ValidationError
 
@@ -17,12 +16,6 @@ from kvpool.ops.sources import effective, flag_name, known_keys, load_settings, 
 DEFAULT_FILE = Path(settings.__file__).with_name("default.yaml")
 COMPUTED_KEYS = {"node.node_id", "node.unix_socket"}
 """Keys whose default depends on the host; the default file shows them in comments."""
-
-
-@pytest.fixture(autouse=True)
-def reset_logging():
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture

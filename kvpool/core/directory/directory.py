@@ -127,11 +127,12 @@ class Directory:
         """Whether nodes have yet to announce what they hold: what is not known then is `MissReason.RECOVERING`."""
         self._state.recovering = recovering
 
-    def set_retired(self, segment_id: bytes, retired_bytes: int) -> None:
-        """So many bytes of the segment are out of use, and the rest is its capacity; at least a page stays."""
+    def set_out_of_use(self, segment_id: bytes, size_bytes: int) -> None:
+        """So many bytes of the segment cannot be used now, and the rest is its capacity; at least a page stays."""
         segment = self._state.segments_by_id[segment_id]
-        change = min(retired_bytes, segment.capacity_bytes + segment.retired_bytes - PAGE_BYTES) - segment.retired_bytes
-        segment.retired_bytes += change
+        whole_bytes = segment.capacity_bytes + segment.out_of_use_bytes
+        change = min(size_bytes, whole_bytes - PAGE_BYTES) - segment.out_of_use_bytes
+        segment.out_of_use_bytes += change
         segment.capacity_bytes -= change
         self._state.placements.capacity_bytes -= change
 

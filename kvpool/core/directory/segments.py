@@ -18,7 +18,7 @@ class Segment:
         number: The directory's short name for it; never reused while the directory lives.
         capacity_bytes: Bytes its slots may take.
         used_bytes: Sum of the slots of its placements, reserved and committed, and of what is promised to copies.
-        retired_bytes: What bad memory has taken off the capacity.
+        out_of_use_bytes: What bad memory, and memory that rests, has taken off the capacity.
         open: False once it is lost: it is emptied, and nothing else has to do with it.
         accepts: False while its node drains or is lost: nothing new is placed there.
         spared_until_us: Nothing is evicted before: leases that an earlier service gave may still run.
@@ -35,7 +35,7 @@ class Segment:
     node_id: str
     capacity_bytes: int
     used_bytes: int = 0
-    retired_bytes: int = 0
+    out_of_use_bytes: int = 0
     open: bool = True
     accepts: bool = True
     spared_until_us: int = NEVER_US

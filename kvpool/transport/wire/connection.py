@@ -16,6 +16,7 @@ from typing import TypeVar
 from kvpool.core import errors
 from kvpool.core.errors import CapacityError, DeadlineError, KvpoolError, ProtocolError, UnavailableError
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX
+from kvpool.ops.failpoints import failpoint
 from kvpool.transport.wire.frame import HEADER_BYTES, Header, pack_header, parse_header
 from kvpool.transport.wire.messages import (
     PROTOCOL_VERSION,
@@ -29,6 +30,9 @@ from kvpool.transport.wire.messages import (
 
 IOV_MAX = 1024
 """Buffers the kernel takes in one sendmsg or recvmsg."""
+
+SCRAP_BYTES = 1 << 16
+"""What nobody wants is read into so much memory, which is there when no more is."""
 
 _ARM_SLACK_S = 0.05
 
@@ -107,7 +111,11 @@ class FramedSocket:
 
     def receive_body(self, header: Header) -> Message:
         """The message of the frame whose header was just received."""
-        body = bytearray(header.body_bytes)
+        try:
+            body = bytearray(header.body_bytes)
+        except MemoryError:
+            self.drain(header.body_bytes)  # the next frame can be read, when there is memory for it
+            raise
         self.receive_into(memoryview(body))
         return decode(header.kind, body)
 
@@ -136,7 +144,7 @@ class FramedSocket:
 
     def drain(self, size_bytes: int) -> None:
         """Read and drop ``size_bytes``, to reach the next frame."""
-        scrap = memoryview(bytearray(min(size_bytes, 1 << 20)))
+        scrap = memoryview(bytearray(min(size_bytes, SCRAP_BYTES)))
         while size_bytes:
             piece = scrap[: min(size_bytes, len(scrap))]
             self.receive_into(piece)
@@ -155,6 +163,7 @@ class FramedSocket:
                 group = _after(group, self.sock.sendmsg(group))
                 if group:
                     self._check_time()
+            failpoint("wire.send.mid_payload")
 
     def _check_time(self) -> None:
         if time.monotonic() >= self.until_s:

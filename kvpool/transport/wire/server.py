@@ -36,6 +36,8 @@ ACCEPT_PAUSE_S = 0.1
 
 BACKLOG = 256
 
+NO_MEMORY = "no memory for this request now; ask for less, or give the process more"
+
 log = get_logger(__name__)
 
 
@@ -202,8 +204,8 @@ class FramedServer:
 
     def _spawn(self, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=target, args=args, name=f"framed-{target.__name__}", daemon=True)
-        self._threads.add(thread)
         thread.start()
+        self._threads.add(thread)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -217,16 +219,27 @@ class FramedServer:
                 self.failed_accepts += 1
                 self._stopping.wait(ACCEPT_PAUSE_S)
                 continue
-            with self._lock:
-                full = len(self._connections) - self._refusing >= self._connections_max
-                self.refused_connections += full
-                if self._stopping.is_set() or (full and self._refusing >= REFUSALS_MAX):
-                    sock.close()
-                    continue
-                self._accepted += 1
-                self._refusing += full
-                framed = self._connections[self._accepted] = FramedSocket(sock)
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Serve a new connection, refuse it with a reason while there is room for that, or close it."""
+        with self._lock:
+            full = len(self._connections) - self._refusing >= self._connections_max
+            self.refused_connections += full
+            if self._stopping.is_set() or (full and self._refusing >= REFUSALS_MAX):
+                sock.close()
+                return
+            self._accepted += 1
+            framed = self._connections[self._accepted] = FramedSocket(sock)
+            try:
                 self._spawn(self._refuse if full else self._serve, self._accepted, framed)
+            except (RuntimeError, MemoryError) as error:  # no memory for a thread: later there may be
+                log.warning("connection_refused", server=self._identity.name, error=str(error))
+                self.refused_connections += not full
+                del self._connections[self._accepted]
+                framed.close()
+            else:
+                self._refusing += full
 
     def _refuse(self, number: int, framed: FramedSocket) -> None:
         """Answer the greeting with why there is no more: a peer can tell a full server from a dead one."""
@@ -282,13 +295,15 @@ class FramedServer:
                 self._idle.notify_all()
 
     def _exchange(self, framed: FramedSocket, header: Header, session: Session) -> None:
+        payload = Payload(framed, header.payload_bytes)
         try:
-            request = framed.receive_body(header)
-            payload = Payload(framed, header.payload_bytes)
-            reply = self._answer(request, payload, session)
+            reply = self._answer(framed.receive_body(header), payload, session)
         except ProtocolError as error:
             framed.send(_error_reply(error), header.correlation)
             raise
+        except MemoryError:
+            log.warning("out_of_memory", server=self._identity.name, kind=header.kind, body_bytes=header.body_bytes)
+            reply = Reply(_error_reply(CapacityError(NO_MEMORY)))
         try:
             payload.drop()
             self._send(framed, reply, header.correlation)
