@@ -78,7 +78,7 @@ def test_a_killed_node_has_whole_blocks_or_none(pool, point):
     chain = meet(pool, point, "kill")
     assert pool.nodes[NODE].wait() == -signal.SIGKILL
 
-    assert pool.has(kept)
+    eventually(lambda: pool.has(kept))
     pool.get(chain)
     pool.stop(pool.nodes[NODE])
     pool.start_node(NODE)
@@ -95,10 +95,10 @@ def test_a_node_that_stops_until_it_is_lost_comes_back_whole(pool, point):
     chain = meet(pool, point, "stop")
     eventually(lambda: is_frozen(pid))
     try:
-        assert pool.has(kept)
+        eventually(lambda: pool.has(kept))
         eventually(lambda: pool.state_of(NODE) == "lost")
         pool.get(chain)
-        assert pool.has(kept)
+        eventually(lambda: pool.has(kept))
     finally:
         pool.signal(pool.nodes[NODE], signal.SIGCONT)
 
@@ -113,6 +113,6 @@ def test_a_node_without_memory_for_a_step_refuses_and_goes_on(pool, point):
 
     chain = meet(pool, point, "raise:MemoryError")
 
-    assert pool.has(kept)
+    eventually(lambda: pool.has(kept))
     pool.put_again(chain)
     pool.settle()
