@@ -194,14 +194,16 @@ def _recovery_status(message: admin_pb2.Recovery) -> RecoveryStatus:
 
 def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:
     segments = tuple(
-        SegmentStatus(s.segment_id.hex(), s.medium, s.capacity_bytes, s.used_bytes, s.blocks) for s in node.segments
+        SegmentStatus(s.segment_id.hex(), s.medium, s.capacity_bytes, s.used_bytes, s.blocks, s.off)
+        for s in node.segments
     )
+    memory = [segment for segment in segments if segment.medium != DISK]
     return NodeStatus(
         node_id=node.node_id,
         state=node.state,
-        capacity_bytes=sum(s.capacity_bytes for s in segments),
-        used_bytes=sum(s.used_bytes for s in segments),
-        blocks=sum(s.blocks for s in segments),
+        capacity_bytes=sum(s.capacity_bytes for s in memory),
+        used_bytes=sum(s.used_bytes for s in memory),
+        blocks=sum(s.blocks for s in memory),
         endpoints=tuple(node.endpoints),
         transport=transport,
         segments=segments,

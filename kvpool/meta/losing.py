@@ -34,13 +34,21 @@ class Losses:
         for segment, _ in zip(member.segments, member.numbers, strict=False):
             self._directory.lose_segment(segment.segment_id)
         member.numbers.clear()
-        if self._directory.drop_lost(LOSS_BLOCKS):
-            self.pending.set()
+        self._drop_first()
+
+    def lose(self, segment_id: bytes) -> None:
+        """Close one segment of a member that stays, and drop the first slice; the caller holds the lock."""
+        self._directory.lose_segment(segment_id)
+        self._drop_first()
 
     def finish(self) -> None:
         """Drop what is left."""
         while self._drop():
             time.sleep(LOSS_PAUSE_S)
+
+    def _drop_first(self) -> None:
+        if self._directory.drop_lost(LOSS_BLOCKS):
+            self.pending.set()
 
     def _drop(self) -> int:
         with self._lock:

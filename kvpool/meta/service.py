@@ -4,7 +4,7 @@ Every front door (gRPC servicers, framed sessions) calls these methods; nothing 
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from kvpool.meta.topology import TopologyView
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
 from kvpool.transport.wire.messages import Topology
-from kvpool.v1 import membership_pb2
+from kvpool.v1 import common_pb2, membership_pb2
 
 ORDERS_PER_MESSAGE = 1024
 GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
@@ -110,7 +110,9 @@ class MetaService:
         with self._lock:
             if self._may_come(namespace_id):
                 return Location.nothing(MissReason.RECOVERING)
-            return self._directory.locate(_checked_id(namespace_id), hashes, first, shard)
+            location = self._directory.locate(_checked_id(namespace_id), hashes, first, shard)
+        self.mover.move_tiers()
+        return location
 
     def reserve(
         self, namespace_id: bytes, hashes: bytes, first: int, parent: bytes, owner: str, ttl_s: float
@@ -172,8 +174,9 @@ class MetaService:
                 self.mover.left(previous)
             member = self._members.join(node_id, incarnation, endpoints, segments)
             try:
-                for segment in segments:
-                    number = self._directory.add_segment(segment.segment_id, node_id, segment.capacity_bytes)
+                for segment in member.segments:
+                    where = (segment.segment_id, node_id, segment.capacity_bytes, segment.medium)
+                    number = self._directory.add_segment(*where)
                     self._directory.set_accepting(segment.segment_id, accepting=False)
                     member.numbers.append(number)
             except BaseException:
@@ -216,16 +219,28 @@ class MetaService:
             self.mover.admit(member)
         log.info("node_draining", node=member.node_id)
 
-    def heard(self, member: Member, orders_applied: int, scrub: Scrub | None = None) -> None:
-        """A heartbeat, or any other sign of life."""
+    def heard(
+        self,
+        member: Member,
+        orders_applied: int,
+        scrub: Scrub | None = None,
+        segments: Sequence[common_pb2.Segment] = (),
+    ) -> None:
+        """A heartbeat, or any other sign of life; ``segments`` are the node's as it sees them now."""
         with self._lock:
             self._check_session(member)
             self._members.heard(member)
             self._directory.acknowledge(member.node_id, orders_applied)
             if scrub is not None:
                 member.scrub = scrub
-                for segment in member.segments[:1]:  # a node has one so far
-                    self._directory.set_retired(segment.segment_id, scrub.retired_bytes)
+            own = {segment.segment_id for segment in member.segments}
+            for segment in segments:
+                if segment.segment_id not in own:
+                    continue
+                if segment.off:
+                    self._turn_off(member, segment)
+                else:
+                    self._directory.set_retired(segment.segment_id, segment.retired_bytes)
 
     def leave(self, member: Member) -> None:
         """The node's stream has ended: its blocks are no longer offered."""
@@ -335,6 +350,7 @@ class MetaService:
                 stats=self._directory.stats(),
                 used={s.number: (s.used_bytes, s.blocks) for s in self._directory.segments()},
                 scrubs={member.node_id: member.scrub for member in self._members},
+                off={member.node_id: member.off for member in self._members},
                 recovery=RecoveryStatus.of(self._recovery),
             )
 
@@ -362,6 +378,13 @@ class MetaService:
         """Assert the directory's invariants; for tests."""
         with self._lock:
             self._directory.check_integrity()
+
+    def _turn_off(self, member: Member, segment: common_pb2.Segment) -> None:
+        """A segment failed under its node, which goes on with the others; the caller holds the lock."""
+        self._losses.lose(segment.segment_id)
+        lost = MemberSegment(segment.segment_id, segment.medium, segment.capacity_bytes, segment.off)
+        self._members.turned_off(member, lost)
+        log.error("segment_off", node=member.node_id, medium=segment.medium, reason=segment.off)
 
     def _may_come(self, namespace_id: bytes) -> bool:
         """Whether the namespace is one that a node which has yet to report may have blocks of."""

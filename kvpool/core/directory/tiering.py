@@ -1,0 +1,245 @@
+"""Which blocks go from a node's memory to its disk, which come back, and which leave the disk when it is full.
+
+A block that was read is worth its bytes on disk: it is copied there once its node's memory is nearly full, together with
+the ancestors that are not there yet, those first. So what is on disk hangs together without what is in memory, and the
+copy in memory becomes surplus: it can go without a word when room is needed. A block read from disk is copied to memory
+again. Nothing here moves bytes: it orders copies (`copying.py`) from one segment of a node to another of the same node.
+"""
+
+from itertools import islice
+
+import numpy as np
+
+from kvpool.core.clock import microseconds
+from kvpool.core.directory.copying import COPIES_OPEN_MAX, copy_blocks_max, order_copy
+from kvpool.core.directory.disk import Disk
+from kvpool.core.directory.segments import Segment
+from kvpool.core.directory.state import DirectoryState
+from kvpool.core.directory.table import NIL, NO_SLOT, BlockState, Reuse, view
+from kvpool.core.eviction import DORMANT
+
+WAITING_MAX = 1 << 16
+"""Rows in one queue; a block that finds it full waits for its next read."""
+
+
+def note_reads(state: DirectoryState, rows: list[int], now_us: int) -> None:
+    """These blocks, neighbours in a chain, are about to be read."""
+    blocks = state.blocks
+    which = np.array(rows, np.int32)
+    view(blocks.last_use_us)[which] = now_us  # what is in memory beside a copy on disk goes by its own last use
+    homes = view(blocks.home_segment)[which]
+    on_disk = np.isin(homes, [disk.segment.number for disk in state.disks.values()])
+    for row in which[on_disk].tolist():
+        _note_disk_read(state, row)
+    fresh = (view(blocks.reused)[which] == Reuse.NONE) & ~on_disk
+    for row in which[fresh].tolist():
+        disk = state.disks.get(state.placements.segments[blocks.home_segment[row]].node_id)
+        if disk is not None and len(disk.read) < WAITING_MAX:
+            blocks.reused[row] = Reuse.READ
+            disk.read.append(row)
+
+
+def has_work(state: DirectoryState) -> bool:
+    """Whether anything may wait to be copied to or from a disk."""
+    return any(disk.read or disk.chain or disk.wanted for disk in state.disks.values())
+
+
+def advance(state: DirectoryState, ttl_s: float) -> int:
+    """Order one copy, to memory before those to disk; the blocks ordered, 0 when there is nothing more to do now."""
+    for step in (_promote, _demote):
+        for disk in state.disks.values():
+            if disk.segment.accepts and (ordered := step(state, disk, microseconds(ttl_s))):
+                return ordered
+    return 0
+
+
+def _note_disk_read(state: DirectoryState, row: int) -> None:
+    """Bring what is on disk alone to memory, and keep what is in memory too from going first."""
+    blocks, rows, segments = state.blocks, state.placements.rows, state.placements.segments
+    in_memory = False
+    for placement in list(state.placements.of_block(row)):
+        if not segments[rows.segment[placement]].is_disk:
+            in_memory = True
+            if state.placements.is_surplus(placement):
+                state.placements.freshen(placement, state.entries[blocks.namespace[row]].slot_bytes)
+    disk = state.disks[segments[blocks.home_segment[row]].node_id]
+    if not in_memory and blocks.reused[row] != Reuse.WANTED and len(disk.wanted) < WAITING_MAX:
+        blocks.reused[row] = Reuse.WANTED
+        disk.wanted.append(row)
+
+
+# To disk
+
+
+def _demote(state: DirectoryState, disk: Disk, ttl_us: int) -> int:
+    memory = state.placements.memory_of(disk.segment.node_id)
+    if memory is None or memory.fill < state.config.demote_fill or _is_busy(state, disk.segment):
+        return 0
+    while disk.chain or disk.read:
+        if not disk.chain:
+            disk.chain.extend(_with_ancestors(state, disk, disk.read.popleft()))
+            continue
+        run = _first_run(state, disk)
+        if run is None:
+            disk.chain.popleft()  # it is there by now, or gone
+            continue
+        source, shard, some = run
+        _make_room(state, disk.segment, len(some) * state.entries[state.blocks.namespace[some[0]]].slot_bytes)
+        copy = order_copy(state, some, shard, source, disk.segment, ttl_us)
+        if copy is not None:
+            return len(copy.hashes)
+        for row, _ in disk.chain:  # everything on disk is held: the next read makes another try
+            state.blocks.reused[row] = Reuse.NONE
+        disk.chain.clear()
+    return 0
+
+
+def _with_ancestors(state: DirectoryState, disk: Disk, row: int) -> list[tuple[int, bytes]]:
+    """The block and those above it that are not on disk yet, the highest first; none if one has no disk to go to."""
+    blocks, chain = state.blocks, list[tuple[int, bytes]]()
+    if blocks.state[row] != BlockState.VISIBLE or blocks.reused[row] != Reuse.READ:
+        return []
+    while row >= 0 and not state.placements.is_on_disk(row):
+        node_id = state.placements.segments[blocks.home_segment[row]].node_id
+        other = state.disks.get(node_id)
+        if other is None:
+            return []
+        if node_id == disk.segment.node_id:
+            chain.append((row, blocks.hash[row]))
+        elif blocks.reused[row] == Reuse.NONE:
+            blocks.reused[row] = Reuse.READ
+            other.read.append(row)
+        row = blocks.parent[row]
+    chain.reverse()
+    return chain
+
+
+def _first_run(state: DirectoryState, disk: Disk) -> tuple[Segment, int, list[int]] | None:
+    """(source, shard, rows): what one copy can take to disk of the chain's first blocks; None if not the first one."""
+    row, block_hash = disk.chain[0]
+    if state.blocks.hash[row] != block_hash:
+        return None
+    entry = state.entries[state.blocks.namespace[row]]
+    for shard in range(entry.namespace.shards):
+        source = _in_memory(state, row, block_hash, shard, disk)
+        if source is None:
+            continue
+        some = []
+        for following, its_hash in islice(disk.chain, copy_blocks_max(entry)):
+            if _in_memory(state, following, its_hash, shard, disk) is not source:
+                break
+            some.append(following)
+        return source, shard, some
+    return None
+
+
+def _in_memory(state: DirectoryState, row: int, block_hash: bytes, shard: int, disk: Disk) -> Segment | None:
+    """The memory of the disk's node, if the block is still to be copied from there."""
+    if state.blocks.hash[row] != block_hash or state.blocks.state[row] != BlockState.VISIBLE:
+        return None
+    if any(copy.shard == shard and copy.destination is disk.segment for copy in state.copies.of_row(row)):
+        return None
+    return _source(state, row, shard, disk.segment.node_id, on_disk=False)
+
+
+def _source(state: DirectoryState, row: int, shard: int, node_id: str, *, on_disk: bool) -> Segment | None:
+    """The node's segment that has a shard in one tier, if the other one has none of it."""
+    rows, segments = state.placements.rows, state.placements.segments
+    found: Segment | None = None
+    for placement in state.placements.of_block(row):
+        segment = segments[rows.segment[placement]]
+        if rows.shard[placement] != shard or rows.slot[placement] == NO_SLOT or not segment.open:
+            continue
+        if segment.is_disk != on_disk:
+            if segment.is_disk or segment.node_id == node_id:
+                return None
+        elif segment.node_id == node_id:
+            found = segment
+    return found
+
+
+# To memory
+
+
+def _promote(state: DirectoryState, disk: Disk, ttl_us: int) -> int:
+    memory = state.placements.memory_of(disk.segment.node_id)
+    if memory is None or not memory.accepts or _is_busy(state, memory):
+        return 0
+    while disk.wanted:
+        row = disk.wanted.popleft()
+        if state.blocks.reused[row] != Reuse.WANTED:
+            continue
+        state.blocks.reused[row] = Reuse.READ
+        for shard in range(state.entries[state.blocks.namespace[row]].namespace.shards):
+            if ordered := _promote_shard(state, disk, memory, row, shard, ttl_us):
+                return ordered
+    return 0
+
+
+def _promote_shard(state: DirectoryState, disk: Disk, memory: Segment, row: int, shard: int, ttl_us: int) -> int:
+    """Copy ``row``, and those that wait behind it in the same chain, to memory."""
+    if not _is_to_promote(state, disk, row, shard):
+        return 0
+    some, namespace = [row], state.blocks.namespace[row]
+    entry = state.entries[namespace]
+    while entry.namespace.shards == 1 and disk.wanted and len(some) < copy_blocks_max(entry):
+        following = disk.wanted[0]
+        if state.blocks.namespace[following] != namespace or not _is_to_promote(state, disk, following, shard):
+            break
+        state.blocks.reused[disk.wanted.popleft()] = Reuse.READ
+        some.append(following)
+    _make_room(state, memory, len(some) * entry.slot_bytes)
+    copy = order_copy(state, some, shard, disk.segment, memory, ttl_us)
+    return len(copy.hashes) if copy is not None else 0
+
+
+def _is_to_promote(state: DirectoryState, disk: Disk, row: int, shard: int) -> bool:
+    if state.blocks.state[row] != BlockState.VISIBLE or state.copies.of_row(row):
+        return False
+    return _source(state, row, shard, disk.segment.node_id, on_disk=True) is disk.segment
+
+
+# Room
+
+
+def _is_busy(state: DirectoryState, segment: Segment) -> bool:
+    return state.copies.count_to(segment) >= COPIES_OPEN_MAX
+
+
+def _make_room(state: DirectoryState, segment: Segment, size_bytes: int) -> None:
+    """Let the oldest of ``segment`` go, as long as there is something that may and the room is not enough."""
+    now_us = state.now_us()
+    while segment.free_bytes < size_bytes and segment.spared_until_us <= now_us:
+        made = _make_room_on_disk(state, segment, now_us) if segment.is_disk else _make_room_in_memory(state, segment)
+        if not made:
+            return
+
+
+def _make_room_in_memory(state: DirectoryState, segment: Segment) -> bool:
+    """Only what is on disk, or has another copy, gives way to what comes back: never a block's last copy."""
+    if segment.last_surplus == NIL:
+        return False
+    state.reclaim(segment.last_surplus)
+    return True
+
+
+def _make_room_on_disk(state: DirectoryState, segment: Segment, now_us: int) -> bool:
+    victim = state.policy.first(segment.number, now_us)
+    if segment.last_surplus != NIL and (victim is None or victim.rank > DORMANT):
+        state.reclaim(segment.last_surplus)
+        return True
+    if victim is None:
+        return False
+    here = [p for p in state.placements.of_block(victim.row) if state.placements.rows.segment[p] == segment.number]
+    if all(_has_another(state, placement) for placement in here):
+        for placement in here:
+            state.drop_copy(placement)
+    else:
+        state.evict(victim.row)
+    return True
+
+
+def _has_another(state: DirectoryState, placement: int) -> bool:
+    rows = state.placements.rows
+    others = state.placements.of_block(rows.block[placement])
+    return any(other != placement and rows.shard[other] == rows.shard[placement] for other in others)
