@@ -12,6 +12,7 @@ from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
 from kvpool.client.nodes import Nodes
 from kvpool.client.results import ClientStats, DrainStatus, NodeStatus, PoolStatus, RecoveryStatus, SegmentStatus
+from kvpool.core.directory import DISK
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX, DRAIN_S_MAX, STREAMS_MAX
 from kvpool.core.members import Scrub

@@ -136,7 +136,8 @@ class SegmentStatus:
 class NodeStatus:
     """One node; ``transport`` is what this client uses to reach it, None before its first use.
 
-    Capacity, use and blocks are those of its memory; ``segments`` has those of its disk. ``scrub`` is what the node has checked of its blocks since it started.
+    Capacity, use and blocks are those of its memory; ``segments`` has those of its disk. ``scrub`` is what the node has
+    checked of its blocks since it started.
     """
 
     node_id: str

@@ -13,11 +13,11 @@ class Disk:
     Attributes:
         segment: The disk.
         read: Rows of blocks in the node's memory that were read for the first time, the longest ago first.
-        chain: (row, hash) of blocks to be copied to disk next, ancestors first.
+        leaving: Rows of blocks to be copied to disk next, ancestors first, with their hashes.
         wanted: Rows of blocks that were read from the disk.
     """
 
     segment: Segment
     read: deque[int] = field(default_factory=deque)
-    chain: deque[tuple[int, bytes]] = field(default_factory=deque)
+    leaving: dict[int, bytes] = field(default_factory=dict)
     wanted: deque[int] = field(default_factory=deque)

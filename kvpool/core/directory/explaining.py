@@ -18,7 +18,8 @@ class Explanation:
     Attributes:
         reason: None when it can be matched.
         cause: What made it leave, if it left.
-        nodes: Where it is (and whether on disk alone), or was before it left; of a block in flight, where it is being written.
+        nodes: Where it is (and whether on disk alone), or was before it left; of a block in flight, where it is being
+            written.
         ago_s: Since it left, or was last used.
         idle_s: How long it had not been used when it left.
         fill: Used share of the pool's capacity when it left.

@@ -59,7 +59,7 @@ class Placer:
             tries_below -= 1
 
     def make_room_on(self, segment: Segment, now_us: int) -> bool:
-        """Give up the first thing that may go on a memory segment whose free pages are scattered; False when all is held."""
+        """Give up the first thing that may go on a segment whose free pages are scattered; False when all is held."""
         return self._give_up(self._policy.first(segment.number, now_us), segment, Cause.SCATTERED)
 
     def room(self, slot_bytes: int, near: Segment | None, most: int) -> tuple[Segment, int] | None:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from kvpool.core.directory.table import NEVER_US, NIL, BlockTable, PlacementTable, Reuse, Rows, view
 
-
 DISK = "disk"
 """The medium that new blocks are never written to: copies come there from memory, and go back when they are read."""
 

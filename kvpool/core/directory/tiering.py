@@ -1,9 +1,9 @@
 """Which blocks go from a node's memory to its disk, which come back, and which leave the disk when it is full.
 
-A block that was read is worth its bytes on disk: it is copied there once its node's memory is nearly full, together with
-the ancestors that are not there yet, those first. So what is on disk hangs together without what is in memory, and the
-copy in memory becomes surplus: it can go without a word when room is needed. A block read from disk is copied to memory
-again. Nothing here moves bytes: it orders copies (`copying.py`) from one segment of a node to another of the same node.
+A block that was read is worth its bytes on disk: it is copied there once its node's memory is nearly full, after the
+ancestors that are not there yet. So what is on disk hangs together without what is in memory, and the copy in memory
+becomes surplus: it can go without a word when room is needed. A block read from disk is copied to memory again. Nothing
+here moves bytes: it orders copies (`copying.py`) from one segment of a node to another of the same node.
 """
 
 from itertools import islice
@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 
 from kvpool.core.clock import microseconds
-from kvpool.core.directory.copying import COPIES_OPEN_MAX, copy_blocks_max, order_copy
+from kvpool.core.directory.copying import COPIES_OPEN_MAX, COPY_BLOCKS_MAX, copy_blocks_max, order_copy
 from kvpool.core.directory.disk import Disk
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryState
@@ -41,7 +41,7 @@ def note_reads(state: DirectoryState, rows: list[int], now_us: int) -> None:
 
 def has_work(state: DirectoryState) -> bool:
     """Whether anything may wait to be copied to or from a disk."""
-    return any(disk.read or disk.chain or disk.wanted for disk in state.disks.values())
+    return any(disk.read or disk.leaving or disk.wanted for disk in state.disks.values())
 
 
 def advance(state: DirectoryState, ttl_s: float) -> int:
@@ -75,67 +75,72 @@ def _demote(state: DirectoryState, disk: Disk, ttl_us: int) -> int:
     memory = state.placements.memory_of(disk.segment.node_id)
     if memory is None or memory.fill < state.config.demote_fill or _is_busy(state, disk.segment):
         return 0
-    while disk.chain or disk.read:
-        if not disk.chain:
-            disk.chain.extend(_with_ancestors(state, disk, disk.read.popleft()))
-            continue
+    while disk.leaving or disk.read:
+        while disk.read and len(disk.leaving) < COPY_BLOCKS_MAX:
+            _add_with_ancestors(state, disk, disk.read.popleft())
         run = _first_run(state, disk)
         if run is None:
-            disk.chain.popleft()  # it is there by now, or gone
             continue
         source, shard, some = run
         _make_room(state, disk.segment, len(some) * state.entries[state.blocks.namespace[some[0]]].slot_bytes)
         copy = order_copy(state, some, shard, source, disk.segment, ttl_us)
         if copy is not None:
             return len(copy.hashes)
-        for row, _ in disk.chain:  # everything on disk is held: the next read makes another try
+        for row in disk.leaving:  # everything on disk is held: the next read makes another try
             state.blocks.reused[row] = Reuse.NONE
-        disk.chain.clear()
+        disk.leaving.clear()
     return 0
 
 
-def _with_ancestors(state: DirectoryState, disk: Disk, row: int) -> list[tuple[int, bytes]]:
-    """The block and those above it that are not on disk yet, the highest first; none if one has no disk to go to."""
-    blocks, chain = state.blocks, list[tuple[int, bytes]]()
+def _add_with_ancestors(state: DirectoryState, disk: Disk, row: int) -> None:
+    """Let a block leave for the disk, after those above it that are not there yet; not if one has no disk to go to."""
+    blocks, chain = state.blocks, list[int]()
     if blocks.state[row] != BlockState.VISIBLE or blocks.reused[row] != Reuse.READ:
-        return []
-    while row >= 0 and not state.placements.is_on_disk(row):
+        return
+    while row >= 0 and not state.placements.is_on_disk(row) and row not in disk.leaving:
+        if _is_under_way(state, row, disk):
+            break
         node_id = state.placements.segments[blocks.home_segment[row]].node_id
         other = state.disks.get(node_id)
         if other is None:
-            return []
-        if node_id == disk.segment.node_id:
-            chain.append((row, blocks.hash[row]))
+            return
+        if other is disk:
+            chain.append(row)
         elif blocks.reused[row] == Reuse.NONE:
             blocks.reused[row] = Reuse.READ
             other.read.append(row)
         row = blocks.parent[row]
-    chain.reverse()
-    return chain
+    disk.leaving.update((row, blocks.hash[row]) for row in reversed(chain))
 
 
 def _first_run(state: DirectoryState, disk: Disk) -> tuple[Segment, int, list[int]] | None:
-    """(source, shard, rows): what one copy can take to disk of the chain's first blocks; None if not the first one."""
-    row, block_hash = disk.chain[0]
-    if state.blocks.hash[row] != block_hash:
-        return None
-    entry = state.entries[state.blocks.namespace[row]]
-    for shard in range(entry.namespace.shards):
-        source = _in_memory(state, row, block_hash, shard, disk)
-        if source is None:
-            continue
-        some = []
-        for following, its_hash in islice(disk.chain, copy_blocks_max(entry)):
-            if _in_memory(state, following, its_hash, shard, disk) is not source:
-                break
-            some.append(following)
-        return source, shard, some
+    """(source, shard, rows): what one copy can take to disk of the first blocks that leave; None without any."""
+    blocks = state.blocks
+    while disk.leaving:
+        row = next(iter(disk.leaving))
+        namespace = blocks.namespace[row]
+        for shard in range(state.entries[namespace].namespace.shards):
+            source = _in_memory(state, row, disk, shard)
+            if source is None:
+                continue
+            some: list[int] = []
+            for following in islice(disk.leaving, copy_blocks_max(state.entries[namespace])):
+                is_like = blocks.namespace[following] == namespace
+                if not is_like or _in_memory(state, following, disk, shard) is not source:
+                    break
+                some.append(following)
+            return source, shard, some
+        del disk.leaving[row]  # it is there by now, on its way, or gone
     return None
 
 
-def _in_memory(state: DirectoryState, row: int, block_hash: bytes, shard: int, disk: Disk) -> Segment | None:
-    """The memory of the disk's node, if the block is still to be copied from there."""
-    if state.blocks.hash[row] != block_hash or state.blocks.state[row] != BlockState.VISIBLE:
+def _is_under_way(state: DirectoryState, row: int, disk: Disk) -> bool:
+    return any(copy.destination is disk.segment for copy in state.copies.of_row(row))
+
+
+def _in_memory(state: DirectoryState, row: int, disk: Disk, shard: int) -> Segment | None:
+    """The memory of the disk's node, if a block that leaves is still to be copied from there."""
+    if state.blocks.hash[row] != disk.leaving[row] or state.blocks.state[row] != BlockState.VISIBLE:
         return None
     if any(copy.shard == shard and copy.destination is disk.segment for copy in state.copies.of_row(row)):
         return None
