@@ -83,7 +83,7 @@ class DirectoryModel:
         self.clock = ManualClock()
         self.with_disks = with_disks
         self.config = DirectoryConfig(
-            age_slack=age_slack, lease_cap=0.3, pressure=0.8, replica_budget=1.0, demote_fill=0.4
+            age_slack=age_slack, lease_cap=0.3, pressure=0.8, replica_budget=1.0, demote_fill=0.2
         )
         self.directory = Directory(self.clock, self.config)
         self.segments = [

@@ -312,17 +312,28 @@ class TieredDirectoryMachine(DirectoryMachine):
         self.pool.lost_by_force(set())
         return multiple(*ordered)
 
-    @rule(name=names, work=st.lists(chains, min_size=1, max_size=4))
-    def read_all(self, name: str, work: list[Tokens]) -> None:
-        """Readers, and nodes that copy at once what is to be copied."""
+    @initialize(work=st.lists(chains, min_size=4, max_size=10))
+    def work(self, work: list[Tokens]) -> None:
+        """A pool that was used for a while, with more than its memory holds."""
+        self.use("small", work)
+        self.use("small", work[:3])
+
+    @rule(name=names, work=st.lists(chains, min_size=1, max_size=6))
+    def use(self, name: str, work: list[Tokens]) -> None:
+        """Engines that read what is there and store the rest, and nodes that copy at once what is to be copied."""
         namespace = NAMESPACES[name]
         for tokens in work:
+            self.store_all(name, [tokens])
             self.directory.locate(namespace.id, b"".join(CHAINS[tokens]))
             while self.directory.move_tiers(30.0):
                 copy = open_copies(self.directory)[-1]
                 self.pool.fetch(copy, copy.hashes)
-            self.pool.clock.advance(0.01)
-        self.pool.lost_by_force(set())
+            self.pool.lost_by_force(set())
+
+    @rule(tokens=chains, pick=picks)
+    def use_what_is_there(self, tokens: Tokens, pick: int) -> None:
+        found = self.pool.some_chain(NAMESPACES["small"], tokens, pick)
+        self.use("small", [next(tokens for tokens, hashes in CHAINS.items() if hashes == found)])
 
     @invariant()
     def writes_nothing_new_to_disk(self) -> None:

@@ -171,35 +171,36 @@ def _promote(state: DirectoryState, disk: Disk, ttl_us: int) -> int:
     if memory is None or not memory.accepts or _is_busy(state, memory):
         return 0
     while disk.wanted:
-        row = disk.wanted.popleft()
-        if state.blocks.reused[row] != Reuse.WANTED:
-            continue
-        state.blocks.reused[row] = Reuse.READ
-        for shard in range(state.entries[state.blocks.namespace[row]].namespace.shards):
-            if ordered := _promote_shard(state, disk, memory, row, shard, ttl_us):
-                return ordered
+        namespace = state.blocks.namespace[disk.wanted[0]]
+        for shard in range(state.entries[namespace].namespace.shards):
+            some = _run_to_promote(state, disk, shard)
+            if not some:
+                continue
+            _make_room(state, memory, len(some) * state.entries[namespace].slot_bytes)
+            copy = order_copy(state, some, shard, disk.segment, memory, ttl_us)
+            if copy is not None:
+                return len(copy.hashes)
+        row = disk.wanted.popleft()  # it is there by now, on its way, or gone, or there is no room for it
+        if state.blocks.reused[row] == Reuse.WANTED:
+            state.blocks.reused[row] = Reuse.READ
     return 0
 
 
-def _promote_shard(state: DirectoryState, disk: Disk, memory: Segment, row: int, shard: int, ttl_us: int) -> int:
-    """Copy ``row``, and those that wait behind it in the same chain, to memory."""
-    if not _is_to_promote(state, disk, row, shard):
-        return 0
-    some, namespace = [row], state.blocks.namespace[row]
-    entry = state.entries[namespace]
-    while entry.namespace.shards == 1 and disk.wanted and len(some) < copy_blocks_max(entry):
-        following = disk.wanted[0]
-        if state.blocks.namespace[following] != namespace or not _is_to_promote(state, disk, following, shard):
+def _run_to_promote(state: DirectoryState, disk: Disk, shard: int) -> list[int]:
+    """The first rows that one copy can bring to memory; none if the very first is not to be brought."""
+    some: list[int] = []
+    namespace = state.blocks.namespace[disk.wanted[0]]
+    for row in islice(disk.wanted, copy_blocks_max(state.entries[namespace])):
+        if state.blocks.namespace[row] != namespace or row in some or not _is_to_promote(state, disk, row, shard):
             break
-        state.blocks.reused[disk.wanted.popleft()] = Reuse.READ
-        some.append(following)
-    _make_room(state, memory, len(some) * entry.slot_bytes)
-    copy = order_copy(state, some, shard, disk.segment, memory, ttl_us)
-    return len(copy.hashes) if copy is not None else 0
+        some.append(row)
+    return some
 
 
 def _is_to_promote(state: DirectoryState, disk: Disk, row: int, shard: int) -> bool:
-    if state.blocks.state[row] != BlockState.VISIBLE or state.copies.of_row(row):
+    if state.blocks.state[row] != BlockState.VISIBLE or state.blocks.reused[row] != Reuse.WANTED:
+        return False
+    if any(copy.shard == shard for copy in state.copies.of_row(row)):
         return False
     return _source(state, row, shard, disk.segment.node_id, on_disk=True) is disk.segment
 
@@ -222,9 +223,10 @@ def _make_room(state: DirectoryState, segment: Segment, size_bytes: int) -> None
 
 def _make_room_in_memory(state: DirectoryState, segment: Segment) -> bool:
     """Only what is on disk, or has another copy, gives way to what comes back: never a block's last copy."""
-    if segment.last_surplus == NIL:
-        return False
-    state.reclaim(segment.last_surplus)
+    surplus = segment.last_surplus
+    if surplus == NIL or state.blocks.reused[state.placements.rows.block[surplus]] == Reuse.WANTED:
+        return False  # what one shard of a block would make room for is another one of it
+    state.reclaim(surplus)
     return True
 
 
@@ -233,7 +235,7 @@ def _make_room_on_disk(state: DirectoryState, segment: Segment, now_us: int) -> 
     if segment.last_surplus != NIL and (victim is None or victim.rank > DORMANT):
         state.reclaim(segment.last_surplus)
         return True
-    if victim is None:
+    if victim is None or victim.row in state.disks[segment.node_id].leaving:
         return False
     here = [p for p in state.placements.of_block(victim.row) if state.placements.rows.segment[p] == segment.number]
     if all(_has_another(state, placement) for placement in here):
