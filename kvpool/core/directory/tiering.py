@@ -216,14 +216,22 @@ def _make_room(state: DirectoryState, segment: Segment, size_bytes: int) -> None
     """Let the oldest of ``segment`` go, as long as there is something that may and the room is not enough."""
     now_us = state.now_us()
     while segment.free_bytes < size_bytes and segment.spared_until_us <= now_us:
-        made = _make_room_on_disk(state, segment, now_us) if segment.is_disk else _make_room_in_memory(state, segment)
-        if not made:
+        make = _make_room_on_disk if segment.is_disk else _make_room_in_memory
+        if not make(state, segment, now_us):
             return
 
 
-def _make_room_in_memory(state: DirectoryState, segment: Segment) -> bool:
-    """Only what is on disk, or has another copy, gives way to what comes back: never a block's last copy."""
-    surplus = segment.last_surplus
+def _make_room_in_memory(state: DirectoryState, segment: Segment, now_us: int) -> bool:
+    """What has another copy, or was never read, gives way to what comes back; not the last copy of what was read."""
+    surplus, victim = segment.last_surplus, state.policy.first(segment.number, now_us)
+    may_evict = victim is not None and state.blocks.reused[victim.row] == Reuse.NONE
+    if (
+        victim is not None
+        and may_evict
+        and not (surplus != NIL and state.placements.is_due(surplus, victim.last_use_us))
+    ):
+        state.evict(victim.row)
+        return True
     if surplus == NIL or state.blocks.reused[state.placements.rows.block[surplus]] == Reuse.WANTED:
         return False  # what one shard of a block would make room for is another one of it
     state.reclaim(surplus)
