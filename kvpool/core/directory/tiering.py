@@ -110,7 +110,9 @@ def _add_with_ancestors(state: DirectoryState, disk: Disk, row: int) -> None:
             blocks.reused[row] = Reuse.READ
             other.read.append(row)
         row = blocks.parent[row]
-    disk.leaving.update((row, blocks.hash[row]) for row in reversed(chain))
+    for row in reversed(chain):
+        blocks.reused[row] = Reuse.READ
+        disk.leaving[row] = blocks.hash[row]
 
 
 def _first_run(state: DirectoryState, disk: Disk) -> tuple[Segment, int, list[int]] | None:
@@ -139,8 +141,10 @@ def _is_under_way(state: DirectoryState, row: int, disk: Disk) -> bool:
 
 
 def _in_memory(state: DirectoryState, row: int, disk: Disk, shard: int) -> Segment | None:
-    """The memory of the disk's node, if a block that leaves is still to be copied from there."""
+    """The memory of the disk's node, if a block that leaves is still to be copied from there, for the first time."""
     if state.blocks.hash[row] != disk.leaving[row] or state.blocks.state[row] != BlockState.VISIBLE:
+        return None
+    if state.blocks.reused[row] != Reuse.READ:
         return None
     if any(copy.shard == shard and copy.destination is disk.segment for copy in state.copies.of_row(row)):
         return None
