@@ -233,14 +233,8 @@ class MetaService:
             self._directory.acknowledge(member.node_id, orders_applied)
             if scrub is not None:
                 member.scrub = scrub
-            own = {segment.segment_id for segment in member.segments}
-            for segment in segments:
-                if segment.segment_id not in own:
-                    continue
-                if segment.off:
-                    self._turn_off(member, segment)
-                else:
-                    self._directory.set_retired(segment.segment_id, segment.retired_bytes)
+            for segment in self._losses.failing(member, segments):
+                self._members.turned_off(member, segment)
 
     def leave(self, member: Member) -> None:
         """The node's stream has ended: its blocks are no longer offered."""
@@ -378,13 +372,6 @@ class MetaService:
         """Assert the directory's invariants; for tests."""
         with self._lock:
             self._directory.check_integrity()
-
-    def _turn_off(self, member: Member, segment: common_pb2.Segment) -> None:
-        """A segment failed under its node, which goes on with the others; the caller holds the lock."""
-        self._losses.lose(segment.segment_id)
-        lost = MemberSegment(segment.segment_id, segment.medium, segment.capacity_bytes, segment.off)
-        self._members.turned_off(member, lost)
-        log.error("segment_off", node=member.node_id, medium=segment.medium, reason=segment.off)
 
     def _may_come(self, namespace_id: bytes) -> bool:
         """Whether the namespace is one that a node which has yet to report may have blocks of."""

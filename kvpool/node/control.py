@@ -12,7 +12,8 @@ from kvpool.core.limits import ANNOUNCE_BLOCKS_MAX, NO_NUMBER
 from kvpool.node.copier import Copier
 from kvpool.node.headers import SlotHeaders
 from kvpool.node.link import MetaLink
-from kvpool.node.store import NodeSession, NodeStore
+from kvpool.node.records import NodeSession
+from kvpool.node.store import NodeStore
 from kvpool.ops.grpc_server import raised_by
 from kvpool.ops.logging import get_logger
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, pack

@@ -22,7 +22,8 @@ from kvpool.core.errors import KvpoolError, ProtocolError
 from kvpool.core.grants import Grant
 from kvpool.core.keys import select_hashes
 from kvpool.node.link import MetaLink
-from kvpool.node.store import NodeStore, Receiving
+from kvpool.node.records import Receiving
+from kvpool.node.store import NodeStore
 from kvpool.ops.logging import get_logger
 from kvpool.transport import ReadBatch, ReadStatus, Transport, WriteStatus, open_best
 from kvpool.transport.blocks import Blocks

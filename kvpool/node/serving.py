@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from kvpool.core.directory import DISK
 from kvpool.core.errors import ProtocolError, UsageError
 from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, SLOTS_PER_CALL_MAX
-from kvpool.node.store import NodeStore, Receiving
+from kvpool.node.records import Receiving
+from kvpool.node.store import NodeStore
 from kvpool.transport.base import WriteStatus
 from kvpool.transport.copying import checksum
 from kvpool.transport.wire.messages import (

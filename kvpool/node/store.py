@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +24,7 @@ from kvpool.node.checking import Checks
 from kvpool.node.directory_link import DirectoryLink
 from kvpool.node.headers import HeaderFile, SlotHeaders, checksum_seeds, make_records
 from kvpool.node.namespaces import NamespaceBook
+from kvpool.node.records import NodeSession, Reading, Receiving, StoreStats
 from kvpool.node.segment import Segment
 from kvpool.ops.logging import get_logger
 from kvpool.transport.base import WriteStatus
@@ -34,45 +34,6 @@ if TYPE_CHECKING:
     from kvpool.node.disk.store import DiskStore
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSession:
-    """The metadata service's session that the node obeys."""
-
-    meta_incarnation: int
-    session: int
-    key: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Receiving:
-    """A slot whose bytes are being received: where to, and the seed of their checksum."""
-
-    slot: Slot
-    view: memoryview
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What was found of the slots of one read: a flag for each, and the bytes of those that are there."""
-
-    present: bytearray
-    views: list[memoryview]
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Counts and bytes of one segment, at one moment."""
-
-    capacity_bytes: int
-    used_bytes: int
-    quarantined_bytes: int
-    retired_bytes: int
-    largest_free_bytes: int
-    slots: int
-    counters: dict[str, int]
 
 
 class NodeStore:

@@ -23,7 +23,8 @@ from kvpool.node.headers import HeaderFile
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.segment import ShmSegment
 from kvpool.node.serving import DataSession
-from kvpool.node.store import NodeSession, NodeStore
+from kvpool.node.records import NodeSession
+from kvpool.node.store import NodeStore
 from kvpool.testing import ManualClock
 from kvpool.transport.wire.connection import FramedSocket
 from kvpool.transport.wire.messages import KINDS, Message, WriteRequest

@@ -18,8 +18,9 @@ from kvpool.node.directory_link import DirectoryLink
 from kvpool.node.disk.headers import DiskHeaders
 from kvpool.node.headers import SlotHeaders
 from kvpool.node.namespaces import NamespaceBook
+from kvpool.node.records import Reading, Receiving
 from kvpool.node.segment.disk import DiskSegment, aligned
-from kvpool.node.store import NodeStore, Reading, Receiving
+from kvpool.node.store import NodeStore
 from kvpool.ops.logging import get_logger
 from kvpool.transport.blocks import Bytes
 
