@@ -57,6 +57,7 @@ class DiskStore(NodeStore):
         self.on_off: Callable[[], None] = lambda: None
         """Called once, when it is turned off."""
         self._turns = threading.BoundedSemaphore(READS_MAX)
+        self._memory: list[memoryview] = []
         self._counters["not_direct"] = int(not segment.direct)
 
     def turn_off(self, error: Exception, doing: str) -> None:
@@ -106,14 +107,16 @@ class DiskStore(NodeStore):
             raise UnavailableError("the disk has too much to do; compute the blocks, or try again")
         named = list(zip(slots, generations, strict=True))
         pinned: list[tuple[int, int]] = []
+        memory = self._take_memory(len(slots) * _whole_pages(length))
         try:
             found = [not self.off and self._pin(*name, length) for name in named]
             pinned = [name for name, there in zip(named, found, strict=True) if there]
-            views = iter(self._fetch(pinned, length))
+            views = iter(self._fetch(pinned, memory, length))
             read = [next(views) if there else None for there in found]
             yield Reading(bytearray(view is not None for view in read), [view for view in read if view is not None])
         finally:
             self.unpin(pinned)
+            self._memory.append(memory)
             self._turns.release()
 
     def read_failed(self, error: OSError, headers: SlotHeaders) -> None:
@@ -125,12 +128,17 @@ class DiskStore(NodeStore):
         if errors >= READ_ERRORS_MAX:
             self.turn_off(error, "read")
 
-    def _fetch(self, pinned: list[tuple[int, int]], length: int) -> list[memoryview | None]:
-        """The bytes of pinned slots, read into memory side by side; None for one that cannot be read."""
-        if not pinned:
-            return []
-        step = -(-length // PAGE_BYTES) * PAGE_BYTES
-        memory = aligned(step * len(pinned))
+    def _take_memory(self, size_bytes: int) -> memoryview:
+        """Memory of one of the readers before, if it is enough: the first touch of fresh pages takes as long as a read.
+
+        There is never more of it than readers have their turns.
+        """
+        memory = self._memory.pop() if self._memory else memoryview(b"")
+        return memory if len(memory) >= size_bytes else aligned(size_bytes)
+
+    def _fetch(self, pinned: list[tuple[int, int]], memory: memoryview, length: int) -> list[memoryview | None]:
+        """The bytes of pinned slots, read into ``memory`` side by side; None for one that cannot be read."""
+        step = _whole_pages(length)
         extents = [(page, memory[i * step : (i + 1) * step]) for i, (page, _) in enumerate(pinned)]
         errors = self.segment.read(extents)
         for name, error in zip(pinned, errors, strict=True):
@@ -141,3 +149,7 @@ class DiskStore(NodeStore):
     def _view(self, page: int, length: int) -> memoryview:  # noqa: ARG002 - where it goes is known at the end
         """Memory to receive a slot's bytes into; `end_receive` writes it."""
         return aligned(length)[:length]
+
+
+def _whole_pages(length: int) -> int:
+    return -(-length // PAGE_BYTES) * PAGE_BYTES
