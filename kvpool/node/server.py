@@ -118,13 +118,18 @@ class NodeServer:
         files = DiskFiles(directory)
         # What is on disk is there to be found again, whatever becomes of the memory.
         undo.callback(lambda: files.close(keep=self._started or not files.fresh))
-        segment, headers = files.open(size_bytes, lambda error: disk.turn_off(error, "write"))
+        segment, headers = files.open(size_bytes, self._disk_failed)
         undo.callback(segment.close)
         undo.callback(headers.close)
         slots = restore_slots(headers, segment.size_bytes // PAGE_BYTES)
         book = NamespaceBook(files.namespaces, self._link.describe)
-        disk = self.store.disk = DiskStore(segment, headers, slots, book, self._link, self._incarnation)
-        disk.on_off = self._report
+        self.store.disk = DiskStore(segment, headers, slots, book, self._link, self._incarnation)
+        if headers.error is not None:  # before there was a store to tell
+            self._disk_failed(headers.error)
+
+    def _disk_failed(self, error: OSError) -> None:
+        if self.store.disk is not None:
+            self.store.disk.turn_off(error, "write")
 
     def _listen(self, undo: ExitStack) -> None:
         settings = self.settings
@@ -165,6 +170,8 @@ class NodeServer:
             copier,
             self._on_leave,
         )
+        if self.store.disk is not None:
+            self.store.disk.on_off = self._control.report
         undo.callback(self._control.stop)
         for scrubber in self._scrubbers:
             undo.callback(scrubber.stop)
@@ -186,9 +193,6 @@ class NodeServer:
     def _register(self, server: grpc.Server) -> None:
         servicer = StoreNodeServicer(self.store, self._describe, lambda: self._framed.connections, self._drain_control)
         store_node_pb2_grpc.add_StoreNodeServicer_to_server(servicer, server)
-
-    def _report(self) -> None:
-        self._control.report()
 
     def _drain_control(self) -> None:
         self._control.drain()

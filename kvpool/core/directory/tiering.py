@@ -40,8 +40,8 @@ def note_reads(state: DirectoryState, rows: list[int], now_us: int) -> None:
 
 
 def has_work(state: DirectoryState) -> bool:
-    """Whether anything may wait to be copied to or from a disk."""
-    return any(disk.read or disk.leaving or disk.wanted for disk in state.disks.values())
+    """Whether anything may wait to be copied to or from a disk; may be asked while others change the directory."""
+    return any(disk.read or disk.leaving or disk.wanted for disk in list(state.disks.values()))
 
 
 def advance(state: DirectoryState, ttl_s: float) -> int:

@@ -26,6 +26,9 @@ class DiskHeaders(HeaderFile):
         segment_id: As there.
         pages: As there.
         on_error: Called, on the writing thread, when the disk takes no more; nothing is written after that.
+
+    Attributes:
+        error: Why not, then.
     """
 
     def __init__(self, path: Path, segment_id: bytes, pages: int, on_error: Callable[[OSError], None]) -> None:
@@ -33,7 +36,7 @@ class DiskHeaders(HeaderFile):
         self._dirty: set[int] = set()
         self._wake = threading.Condition()
         self._closing = False
-        self._failed = False
+        self.error: OSError | None = None
         super().__init__(path, segment_id, pages)
         self._thread = threading.Thread(target=self._run, name="kvpool-disk-headers", daemon=True)
         self._thread.start()
@@ -66,7 +69,7 @@ class DiskHeaders(HeaderFile):
 
     def _changed(self, pages: Sequence[int]) -> None:
         with self._wake:
-            if not self._failed:
+            if self.error is None:
                 self._dirty.update(pages)
                 self._wake.notify()
 
@@ -82,7 +85,7 @@ class DiskHeaders(HeaderFile):
                     self._write(page)
             except OSError as error:
                 with self._wake:
-                    self._failed = True
+                    self.error = error
                     self._dirty.clear()
                 self._on_error(error)
 
