@@ -8,6 +8,7 @@ from collections import defaultdict
 from itertools import product
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
@@ -350,4 +351,6 @@ class RelaxedDirectoryMachine(DirectoryMachine):
 # Shrinking a failure takes longer than a test may.
 TestDirectory = pytest.mark.timeout(900)(DirectoryMachine.TestCase)
 TestTieredDirectory = pytest.mark.timeout(900)(TieredDirectoryMachine.TestCase)
+# Each of its steps does the work of several.
+TieredDirectoryMachine.TestCase.settings = settings(max_examples=settings.default.max_examples // 4)
 TestRelaxedDirectory = pytest.mark.timeout(900)(RelaxedDirectoryMachine.TestCase)
