@@ -61,6 +61,7 @@ class FakeSegment:
     segment_id: bytes
     node_id: str
     capacity_bytes: int
+    medium: str = "shm"
     number: int = -1
     last_generation: int = 0
     held: dict[int, HeldSlot] = field(default_factory=dict)
@@ -120,7 +121,8 @@ class SmallPool:
 
     def join(self, segment: FakeSegment) -> None:
         """The segment's node joins; it announces nothing yet."""
-        segment.number = self.directory.add_segment(segment.segment_id, segment.node_id, segment.capacity_bytes)
+        where = (segment.segment_id, segment.node_id, segment.capacity_bytes, segment.medium)
+        segment.number = self.directory.add_segment(*where)
 
     def announce(self, segment: FakeSegment, slots: list[HeldSlot]) -> list[bool]:
         """The node announces ``slots``, all of one namespace, and frees what the directory does not want."""

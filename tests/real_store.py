@@ -15,9 +15,10 @@ from kvpool.core.slots import Slots, SlotState
 from kvpool.meta.service import MetaService
 from kvpool.node.headers import HeaderFile
 from kvpool.node.namespaces import NamespaceBook
+from kvpool.node.records import NodeSession
 from kvpool.node.segment import ShmSegment
 from kvpool.node.server import restore_slots
-from kvpool.node.store import NodeSession, NodeStore
+from kvpool.node.store import NodeStore
 from kvpool.ops.settings import MetaSettings
 from kvpool.transport.base import WriteStatus
 

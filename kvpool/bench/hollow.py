@@ -43,6 +43,10 @@ class HollowSegment:
         """Nothing can be mapped."""
         raise UnavailableError("a hollow segment has no bytes")
 
+    def view(self, page: int, length: int) -> memoryview:
+        """Nothing is there."""
+        raise OSError(f"page {page}: no such memory, for {length} bytes")
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -87,7 +91,7 @@ def serve(uri: str, folder: str, blocks: int, incarnation: int) -> None:
     store = NodeStore(segment, headers, slots, book, link, incarnation)
     restored_s = time.perf_counter() - began_s
     copier = Copier(store, link, NODE_ID)
-    control = Control(NODE_ID, incarnation, [], store, book, link, common_pb2.Scrub, copier, lambda: None)
+    control = Control(NODE_ID, incarnation, [], store, link, common_pb2.Scrub, copier, lambda: None)
     control.start()
     control.ready.wait()
     say(restored_s)

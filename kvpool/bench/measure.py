@@ -53,13 +53,19 @@ class PoolProcesses:
 
 @contextlib.contextmanager
 def pool_processes(
-    node_bytes: int | None, *, nodes: int = 1, meta_unix: bool = False, **meta: object
+    node_bytes: int | None,
+    *,
+    nodes: int = 1,
+    meta_unix: bool = False,
+    disk: tuple[Path, int] | None = None,
+    **meta: object,
 ) -> Iterator[PoolProcesses]:
     """A metadata service and, unless ``node_bytes`` is None, store nodes; nothing of them is left behind.
 
     Args:
         node_bytes: Memory of each node.
         nodes: How many.
+        disk: Directory and bytes of a disk tier, for one node.
         meta_unix: Whether the service offers its Unix socket, which clients on this host then prefer.
         meta: Further settings of the service.
     """
@@ -81,6 +87,8 @@ def pool_processes(
                 "data_port": 0,
                 "grpc_port": 0,
             }
+            if disk is not None:
+                options["disk"], options["disk_size"] = disk
             node = stack.enter_context(RoleProcess("node", _flags(options), folder / f"node-{i}.log"))
             node.ready()
             pids.append(node.pid)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -72,7 +73,7 @@ def report_reads(uri: str, document: bytes, chain: bytes, seconds: float) -> Non
 
 def _measure(settings: ReplicaSettings, copies: int) -> ReplicaRow:
     size_bytes = settings.blocks * settings.block_bytes
-    hot = {"replica_read_rate": HOT_READS_PER_S, "replica_budget": 1.0}
+    hot: dict[str, Any] = {"replica_read_rate": HOT_READS_PER_S, "replica_budget": 1.0}
     namespace = Namespace(model="kvpool-bench", block_tokens=16, block_bytes=settings.block_bytes)
     chain = os.urandom(settings.blocks * HASH_BYTES)
     with ExitStack() as stack:

@@ -27,6 +27,7 @@ from kvpool.bench.vllm_engine import require_vllm
 from kvpool.bench.vllm_mooncake import missing_mooncake
 from kvpool.bench.vllm_rows import MOONCAKE, PATHS
 from kvpool.bench.workload import AgentSettings, Workload, agent_workload
+from kvpool.cli.bench_disk import DiskRows, disk_rows, disk_views
 from kvpool.cli.bench_vllm import vllm_views
 from kvpool.cli.output import Format, FormatOption, emit, table, target
 from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
@@ -44,6 +45,7 @@ Row = (
     | RecoveryRow
     | LossRow
     | ReplicaRow
+    | DiskRows
     | VllmRows
 )
 
@@ -187,6 +189,21 @@ def replicas(
     _show(replication.measure_replicas(settings), output)
 
 
+@bench.command()
+def disk(
+    *,
+    folder: Annotated[
+        Path | None, typer.Option(help="Directory on the disk to measure reads from. [default: none]")
+    ] = None,
+    trace: Annotated[list[Path] | None, typer.Option(help="Replay these traces, with and without a disk tier.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds that count, of ours and of raw reads in turns.")] = 5,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    """Read blocks from a disk tier, next to raw reads; count the hits that a disk tier brings."""
+    workloads = [agent_workload(AgentSettings()), *map(read_trace, trace or ())]
+    _show(disk_rows(folder, workloads, rounds), output)
+
+
 @bench.command(name="all")
 def all_(*, output: FormatOption = Format.TEXT) -> None:
     """Run every benchmark but vllm, which needs more than kvpool, with its defaults; takes a few minutes."""
@@ -239,6 +256,7 @@ def _show(rows: Iterable[Row], output: Format) -> None:
             _recoveries(done),
             _losses(done),
             _replicas(done),
+            *disk_views(done),
             *vllm_views(done),
         ):
             if view is not None:

@@ -17,6 +17,8 @@ from kvpool.ops.version import __version__
     "node.size",
     "node.segment_dir",
     "node.hugepages",
+    "node.disk",
+    "node.disk_size",
     "node.listen",
     "node.advertise_host",
     "node.data_port",

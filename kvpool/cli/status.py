@@ -6,12 +6,14 @@ from rich.console import Group, RenderableType
 
 from kvpool.cli import with_settings
 from kvpool.cli.output import Format, UnhealthyError, emit, table
+from kvpool.core.directory import DISK
 from kvpool.core.members import MemberState
 from kvpool.core.units import format_size
 from kvpool.ops.settings import Settings
 
 if TYPE_CHECKING:
     from kvpool.client import PoolStatus
+    from kvpool.client.results import NodeStatus
 
 _COLUMNS = ("node", "state", "#used", "#of", "#%", "#blocks", "#scrub", "#bad", "transport", "endpoints")
 
@@ -29,6 +31,7 @@ def status(settings: Settings, output: Format) -> None:
 
 
 def _view(pool_status: "PoolStatus") -> RenderableType:
+    has_disks = any(segment.medium == DISK for node in pool_status.nodes for segment in node.segments)
     rows = [
         (
             node.node_id,
@@ -41,11 +44,20 @@ def _view(pool_status: "PoolStatus") -> RenderableType:
             node.scrub.bad_blocks,
             node.transport or "none",
             " ".join(uri for uri in node.endpoints if not uri.startswith("grpc://")),
+            *([_disk(node)] if has_disks else []),
         )
         for node in pool_status.nodes
     ]
     headline = f"incarnation {pool_status.incarnation}, namespaces {len(pool_status.namespaces)}"
-    return Group(headline, *_recovery(pool_status), table(_COLUMNS, rows))
+    return Group(headline, *_recovery(pool_status), table((*_COLUMNS, *(["disk"] if has_disks else [])), rows))
+
+
+def _disk(node: "NodeStatus") -> str:
+    """How full the node's disk is."""
+    disk = next((segment for segment in node.segments if segment.medium == DISK), None)
+    if disk is None:
+        return "none"
+    return "off" if disk.off else f"{format_size(disk.used_bytes)} of {format_size(disk.capacity_bytes)}"
 
 
 def _recovery(pool_status: "PoolStatus") -> list[str]:
@@ -62,5 +74,10 @@ def _check_health(pool_status: "PoolStatus") -> None:
     lost = [node.node_id for node in pool_status.nodes if node.state == MemberState.LOST]
     if lost:
         raise UnhealthyError(f"lost nodes: {', '.join(lost)}; restart them, their blocks return with them")
+    off = [f"{node.node_id} ({segment.off})" for node in pool_status.nodes for segment in node.segments if segment.off]
+    if off:
+        raise UnhealthyError(
+            f"disks turned off: {', '.join(off)}; memory serves. See to the disks, and restart their nodes"
+        )
     if not any(node.state == MemberState.READY for node in pool_status.nodes):
         raise UnhealthyError("no node is ready; start one with `kvpool node --meta URI`")

@@ -19,6 +19,8 @@ TRANSPORTS = ("shm", "unix", "tcp")
     "node.node_id",
     "node.segment_dir",
     "node.hugepages",
+    "node.disk",
+    "node.disk_size",
     "node.unix_socket",
     "node.data_port",
     "meta.grpc_port",

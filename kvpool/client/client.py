@@ -12,6 +12,7 @@ from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
 from kvpool.client.nodes import Nodes, Use
 from kvpool.client.results import ClientStats, DrainStatus, NodeStatus, PoolStatus, RecoveryStatus, SegmentStatus
+from kvpool.core.directory import DISK
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX, DRAIN_S_MAX, STREAMS_MAX
 from kvpool.core.members import Scrub
@@ -199,14 +200,16 @@ def _recovery_status(message: admin_pb2.Recovery) -> RecoveryStatus:
 
 def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:
     segments = tuple(
-        SegmentStatus(s.segment_id.hex(), s.medium, s.capacity_bytes, s.used_bytes, s.blocks) for s in node.segments
+        SegmentStatus(s.segment_id.hex(), s.medium, s.capacity_bytes, s.used_bytes, s.blocks, s.off)
+        for s in node.segments
     )
+    memory = [segment for segment in segments if segment.medium != DISK]
     return NodeStatus(
         node_id=node.node_id,
         state=node.state,
-        capacity_bytes=sum(s.capacity_bytes for s in segments),
-        used_bytes=sum(s.used_bytes for s in segments),
-        blocks=sum(s.blocks for s in segments),
+        capacity_bytes=sum(s.capacity_bytes for s in memory),
+        used_bytes=sum(s.used_bytes for s in memory),
+        blocks=sum(s.blocks for s in memory),
         endpoints=tuple(node.endpoints),
         transport=transport,
         segments=segments,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvpool.client.nodes import Use
 from kvpool.client.results import LoadResult
-from kvpool.core.directory import MissReason
+from kvpool.core.directory import DISK, MissReason
 from kvpool.core.errors import DeadlineError, KvpoolError, OverloadedError, UsageError
 from kvpool.core.keys import hash_at, select_hashes
 from kvpool.core.limits import HASH_BYTES
@@ -181,7 +181,8 @@ class _Load:
             return
         failed = ReadStatus.FAILED in statuses or ReadStatus.LATE in statuses
         client._nodes.judge(node, Use.READ, deadline, failed=failed)
-        self._take(transport, segment.segment_id, copies, blocks, statuses)
+        way = DISK if segment.medium == DISK else transport.name
+        self._take(way, segment.segment_id, copies, blocks, statuses)
         for i in np.flatnonzero(np.frombuffer(statuses, np.uint8) == ReadStatus.BAD).tolist():
             with suppress(KvpoolError):  # the client is closing
                 if self._again(transport, segment.segment_id, copies, blocks, i) == ReadStatus.BAD:
@@ -212,12 +213,10 @@ class _Load:
             destinations=destinations,
         )
 
-    def _take(
-        self, transport: Transport, segment_id: bytes, copies: _Copies, blocks: list[int], statuses: bytearray
-    ) -> None:
+    def _take(self, way: str, segment_id: bytes, copies: _Copies, blocks: list[int], statuses: bytearray) -> None:
         client = self._keyspace._client
         good = statuses.count(ReadStatus.OK)
-        client._counters.loaded(transport.name, good * self._keyspace.namespace.block_bytes)
+        client._counters.loaded(way, good * self._keyspace.namespace.block_bytes)
         if good == len(blocks):
             for block in blocks:
                 self._reasons[block] = None

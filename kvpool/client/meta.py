@@ -193,7 +193,7 @@ def _topology(message: common_pb2.Topology) -> Topology:
             node.incarnation,
             node.state,
             list(node.endpoints),
-            [SegmentInfo(s.number, s.segment_id, s.medium, s.capacity_bytes) for s in node.segments],
+            [SegmentInfo(s.number, s.segment_id, s.medium, s.capacity_bytes) for s in node.segments if not s.off],
         )
         for node in message.nodes
     ]

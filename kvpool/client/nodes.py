@@ -12,6 +12,7 @@ from operator import methodcaller
 from pathlib import Path
 
 from kvpool.client.breaker import Breaker
+from kvpool.core.directory import DISK
 from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
 from kvpool.core.members import MemberState
 from kvpool.transport import Transport, open_best, scheme_of
@@ -79,18 +80,19 @@ class Nodes:
             raise UnavailableError(f"node {node.node_id} did not answer lately; it is tried again within a second")
         return self._transports.get(node.incarnation, partial(self._try, node, deadline), deadline)
 
-    def cost(self, number: int, topology: Topology) -> tuple[bool, bool, int, float]:
+    def cost(self, number: int, topology: Topology) -> tuple[bool, bool, bool, int, float]:
         """Orders the segments that a block could be read from, the best first.
 
-        Nodes that failed lately come last, those of this host first, then the one with the fewest bytes under way.
+        Nodes that failed lately come last, memory before disk, those of this host first, then the one with the fewest
+        bytes under way.
         """
         try:
-            node, _ = self.find(number, topology)
+            node, segment = self.find(number, topology)
         except UnavailableError:
-            return True, True, 0, 1.0
+            return True, True, True, 0, 1.0
         fails = self._avoided_until_s.get(node.incarnation, 0.0) > time.monotonic()
         tie = random.random()  # noqa: S311 - spreads load, keeps no secret
-        return fails, not self._is_local(node), self._reading_bytes[node.incarnation], tie
+        return fails, segment.medium == DISK, not self._is_local(node), self._reading_bytes[node.incarnation], tie
 
     @contextmanager
     def reading(self, node: NodeInfo, size_bytes: int) -> Iterator[None]:

@@ -134,13 +134,16 @@ class SegmentStatus:
     capacity_bytes: int
     used_bytes: int
     blocks: int
+    off: str = ""
+    """Why it is out of use until its node restarts; empty while it is in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
     """One node; ``transport`` is what this client uses to reach it, None before its first use.
 
-    ``scrub`` is what the node has checked of its blocks since it started.
+    Capacity, use and blocks are those of its memory; ``segments`` has those of its disk. ``scrub`` is what the node has
+    checked of its blocks since it started.
     """
 
     node_id: str

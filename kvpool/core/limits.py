@@ -29,6 +29,8 @@ REPLICAS_MAX = 16
 BLOCK_BYTES_MAX = 1 << 30
 NAMESPACES_MAX = 4_096
 SEGMENTS_MAX = 65_000
+NO_NUMBER = 0xFFFF_FFFF
+"""Stands for the number of a segment that the directory does not know."""
 NAMESPACE_DOCUMENT_BYTES_MAX = 16_384
 
 FRAME_BODY_BYTES_MAX = 4 << 20

@@ -34,6 +34,8 @@ class MemberSegment:
     segment_id: bytes
     medium: str
     capacity_bytes: int
+    off: str = ""
+    """Why it is out of use; empty while it is in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class Member:
         session: Random, new each time it dials in.
         key: Seals the grants of this session.
         endpoints: URIs of its data plane, best first.
-        segments: Its segments.
+        segments: Its segments that are in use.
+        off: Those that are not.
         seen_s: When it was last heard of.
         state: See `MemberState`.
         numbers: Directory numbers of its segments, in order.
@@ -88,6 +91,7 @@ class Member:
     quiet: bool = False
     leaves: bool = False
     mode_told: tuple[bool, bool] = (False, False)
+    off: tuple[MemberSegment, ...] = ()
 
     @property
     def mode(self) -> tuple[bool, bool]:
@@ -128,7 +132,9 @@ class Members:
     ) -> Member:
         """A new session for ``node_id``; an older one ends here. The caller drops what the directory had of it."""
         session = int.from_bytes(self._random_bytes(8), "little") >> 1
-        member = Member(node_id, incarnation, session, self._random_bytes(32), endpoints, segments, self._clock())
+        in_use = tuple(segment for segment in segments if not segment.off)
+        member = Member(node_id, incarnation, session, self._random_bytes(32), endpoints, in_use, self._clock())
+        member.off = tuple(segment for segment in segments if segment.off)
         self._by_id[node_id] = member
         self.version += 1
         return member
@@ -138,6 +144,14 @@ class Members:
         if member.state != state:
             member.state = state
             self.version += 1
+
+    def turned_off(self, member: Member, segment: MemberSegment) -> None:
+        """One of the member's segments in use, which it has joined with, is out of use now."""
+        place = next(i for i, own in enumerate(member.segments) if own.segment_id == segment.segment_id)
+        member.segments = member.segments[:place] + member.segments[place + 1 :]
+        del member.numbers[place]
+        member.off = (*member.off, segment)
+        self.version += 1
 
     def forget(self, member: Member) -> None:
         """The member left for good: it is no longer a node of the pool."""

@@ -2,14 +2,19 @@
 
 import threading
 import time
+from collections.abc import Sequence
 
 from kvpool.core.directory import Directory
-from kvpool.core.members import Member
+from kvpool.core.members import Member, MemberSegment
+from kvpool.ops.logging import get_logger
+from kvpool.v1 import common_pb2
 
 LOSS_BLOCKS = 512
 LOSS_PAUSE_S = 0.001
 """A lost segment is dropped so many blocks at a time, with pauses: who lets a lock go and takes it again at once keeps
 out those who wait for it."""
+
+log = get_logger(__name__)
 
 
 class Losses:
@@ -34,13 +39,35 @@ class Losses:
         for segment, _ in zip(member.segments, member.numbers, strict=False):
             self._directory.lose_segment(segment.segment_id)
         member.numbers.clear()
-        if self._directory.drop_lost(LOSS_BLOCKS):
-            self.pending.set()
+        self._drop_first()
+
+    def failing(self, member: Member, segments: Sequence[common_pb2.Segment]) -> list[MemberSegment]:
+        """Take in a member's segments as it sees them now; those that failed under it, which are closed.
+
+        The caller holds the lock.
+        """
+        own, failed = {segment.segment_id for segment in member.segments}, []
+        for segment in segments:
+            if segment.segment_id not in own:
+                continue
+            if not segment.off:
+                self._directory.set_out_of_use(segment.segment_id, segment.out_of_use_bytes)
+                continue
+            log.error("segment_off", node=member.node_id, medium=segment.medium, reason=segment.off)
+            self._directory.lose_segment(segment.segment_id)
+            failed.append(MemberSegment(segment.segment_id, segment.medium, segment.capacity_bytes, segment.off))
+        if failed:
+            self._drop_first()
+        return failed
 
     def finish(self) -> None:
         """Drop what is left."""
         while self._drop():
             time.sleep(LOSS_PAUSE_S)
+
+    def _drop_first(self) -> None:
+        if self._directory.drop_lost(LOSS_BLOCKS):
+            self.pending.set()
 
     def _drop(self) -> int:
         with self._lock:

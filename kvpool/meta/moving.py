@@ -91,12 +91,14 @@ class Mover:
     def tick(self) -> None:
         """Copy what is hot, and see to the drains; called every heartbeat or so."""
         self._replicate()
+        self.move_tiers()
         for job in list(self._jobs.values()):
             self._drive(job)
             self._end_pass(job)
 
     def settled(self) -> None:
-        """Some copy may have come to an end: there may be room for the next one."""
+        """Something was written or read, or a copy has come to an end: there may be room for the next one."""
+        self.move_tiers()
         for job in list(self._jobs.values()):
             if job.state == DrainState.COPYING:
                 self._drive(job)
@@ -196,6 +198,15 @@ class Mover:
                     self._changed.notify_all()
                 orders_left -= 1
                 log.info("replica_ordered", blocks=blocks, copies=run.copies)
+
+    def move_tiers(self) -> None:
+        """Order copies between memory and disk while there may be more, letting others have the lock between two."""
+        more = self._directory.tiers_wait  # nothing changes if this misses what comes now: it is asked again soon
+        while more:
+            with self._changed:
+                more = self._directory.move_tiers(self._settings.reservation_ttl_s) > 0
+                if more:
+                    self._changed.notify_all()
 
     def _begin_pass(self, job: _Job) -> None:
         with self._changed:

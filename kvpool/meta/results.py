@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvpool.core.directory import DirectoryStats, ReserveResult
-from kvpool.core.members import Scrub
+from kvpool.core.members import MemberSegment, Scrub
 from kvpool.core.namespace import Namespace
 from kvpool.core.recovery import Recovery
 from kvpool.transport.wire.messages import SegmentGrant, Topology
@@ -45,4 +45,6 @@ class MetaStatus:
     """(used bytes, placements) by segment number."""
     scrubs: dict[str, Scrub]
     """By node id."""
+    off: dict[str, tuple[MemberSegment, ...]]
+    """Segments that failed under their nodes, by node id."""
     recovery: RecoveryStatus

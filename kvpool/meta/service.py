@@ -4,7 +4,7 @@ Every front door (gRPC servicers, framed sessions) calls these methods; nothing 
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -29,7 +29,7 @@ from kvpool.ops.failpoints import failpoint
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
 from kvpool.transport.wire.messages import Topology
-from kvpool.v1 import membership_pb2
+from kvpool.v1 import common_pb2, membership_pb2
 
 ORDERS_PER_MESSAGE = 1024
 GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
@@ -114,7 +114,9 @@ class MetaService:
         with self.requests:
             if self._may_come(namespace_id):
                 return Location.nothing(MissReason.RECOVERING)
-            return self._directory.locate(_checked_id(namespace_id), hashes, first, shard)
+            location = self._directory.locate(_checked_id(namespace_id), hashes, first, shard)
+        self.mover.move_tiers()
+        return location
 
     def reserve(
         self, namespace_id: bytes, hashes: bytes, first: int, parent: bytes, owner: str, ttl_s: float
@@ -177,8 +179,9 @@ class MetaService:
                 self.mover.left(previous)
             member = self._members.join(node_id, incarnation, endpoints, segments)
             try:
-                for segment in segments:
-                    number = self._directory.add_segment(segment.segment_id, node_id, segment.capacity_bytes)
+                for segment in member.segments:
+                    where = (segment.segment_id, node_id, segment.capacity_bytes, segment.medium)
+                    number = self._directory.add_segment(*where)
                     self._directory.set_accepting(segment.segment_id, accepting=False)
                     member.numbers.append(number)
             except BaseException:
@@ -222,16 +225,22 @@ class MetaService:
             self.mover.admit(member)
         log.info("node_draining", node=member.node_id)
 
-    def heard(self, member: Member, orders_applied: int, scrub: Scrub | None = None, resting_bytes: int = 0) -> None:
-        """A heartbeat, or any other sign of life."""
+    def heard(
+        self,
+        member: Member,
+        orders_applied: int,
+        scrub: Scrub | None = None,
+        segments: Sequence[common_pb2.Segment] = (),
+    ) -> None:
+        """A heartbeat, or any other sign of life; ``segments`` are the node's as it sees them now."""
         with self._lock:
             self._check_session(member)
             self._members.heard(member)
             self._directory.acknowledge(member.node_id, orders_applied)
             if scrub is not None:
                 member.scrub = scrub
-                for segment in member.segments[:1]:  # a node has one so far
-                    self._directory.set_out_of_use(segment.segment_id, max(resting_bytes, scrub.retired_bytes))
+            for segment in self._losses.failing(member, segments):
+                self._members.turned_off(member, segment)
 
     def leave(self, member: Member) -> None:
         """The node's stream has ended: its blocks are no longer offered."""
@@ -343,6 +352,7 @@ class MetaService:
                 stats=self._directory.stats(),
                 used={s.number: (s.used_bytes, s.blocks) for s in self._directory.segments()},
                 scrubs={member.node_id: member.scrub for member in self._members},
+                off={member.node_id: member.off for member in self._members},
                 recovery=RecoveryStatus.of(self._recovery),
             )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import grpc
 
 from kvpool.core.keys import count_hashes, split_hashes
-from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, RESERVE_BLOCKS_MAX
+from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, NO_NUMBER, RESERVE_BLOCKS_MAX
 from kvpool.core.members import Scrub
 from kvpool.core.namespace import parse_namespace
 from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
@@ -236,6 +236,16 @@ def topology_message(service: MetaService) -> common_pb2.Topology:
                 blocks=status.used.get(segment.number, (0, 0))[1],
             )
             for segment in node.segments
+        ]
+        segments += [
+            common_pb2.Segment(
+                number=NO_NUMBER,
+                segment_id=segment.segment_id,
+                medium=segment.medium,
+                capacity_bytes=segment.capacity_bytes,
+                off=segment.off,
+            )
+            for segment in status.off.get(node.node_id, ())
         ]
         nodes.append(
             common_pb2.Node(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from kvpool.core.directory import DISK
 from kvpool.core.limits import HASH_BYTES, PAGE_BYTES
 from kvpool.core.slots import Slot, Slots
 from kvpool.node.directory_link import DirectoryLink
@@ -53,10 +54,13 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """A pinned slot; ``sound`` says that its header is as it was written: else nobody knows what its bytes must be."""
+    """A pinned slot, with its bytes if they are in memory.
+
+    ``sound`` says that its header is as it was written: else nobody knows what its bytes must be.
+    """
 
     slot: Slot
-    view: memoryview
+    view: memoryview | None
     headers: SlotHeaders
     sound: bool
 
@@ -72,15 +76,29 @@ class Checks:
         lock: threading.Lock,
         counters: "Counter[str]",
         link: DirectoryLink,
+        on_read_error: Callable[[OSError, SlotHeaders], None],
     ) -> None:
         self.pages = segment.size_bytes // PAGE_BYTES
         self._segment = segment
+        self._on_disk = segment.medium == DISK
         self._headers = headers
         self._slots = slots
         self._lock = lock
         self._counters = counters
         self._link = link
+        self._on_read_error = on_read_error
+        self._stopped = False
         self._suspects: deque[tuple[int, int]] = deque(maxlen=SUSPECTS_MAX)
+
+    def stop(self) -> None:
+        """Check nothing more: the medium has failed. The lock is held."""
+        self._stopped = True
+
+    def cannot_be_read(self, page: int, generation: int, error: OSError) -> None:
+        """The medium does not give a slot's bytes: retire it, and tell the directory."""
+        check = self._begin(page, generation)
+        if check is not None:
+            self._judge(check, error)
 
     def suspect(self, page: int, generation: int) -> None:
         """The directory took this slot back by force: a reader may have found its bytes bad. The lock is held."""
@@ -97,6 +115,8 @@ class Checks:
         """Check committed slots from ``page`` on, until the end of the segment or it is ``enough``."""
         checked = Checked(page)
         while checked.next_page < self.pages and not enough(checked):
+            if self._stopped:
+                return checked + Checked(self.pages)
             start = checked.next_page
             pages = range(start, min(start + WALK_PAGES, self.pages))
             with self._lock:
@@ -116,15 +136,31 @@ class Checks:
             if check is None:
                 checked += Checked(page + 1)
                 continue
+            error: OSError | None = None
             good = True  # what cannot be read to its end is not called bad
             try:
-                good = check.sound and _matches(check)
+                good = check.sound and _matches(check, self._bytes(check))
+            except OSError as failure:
+                error, good = failure, False
             finally:
-                retired = self._end(check, good=good)
-            if retired:
-                self._tell(check)
+                if good:
+                    self._end(check, good=True)
+            if not good:
+                self._judge(check, error)
             checked += Checked(page + check.slot.pages, 1, check.slot.length, int(not good))
         return checked
+
+    def _judge(self, check: _Check, error: OSError | None) -> None:
+        """A slot is bad, or cannot be read: it is not served any more."""
+        if self._end(check, good=False):
+            self._tell(check)
+        if error is not None:
+            self._on_read_error(error, check.headers)
+
+    def _bytes(self, check: _Check) -> memoryview:
+        """What the medium itself holds now; raises OSError."""
+        slot = check.slot
+        return check.view if check.view is not None else self._segment.view(slot.page, slot.length)
 
     def _begin(self, page: int, generation: int) -> _Check | None:
         """Pin a slot that is committed, or rests after it was; None when it does not hold ``generation`` any more."""
@@ -132,8 +168,8 @@ class Checks:
             slot = self._slots.pin(page, generation) or self._slots.pin_resting(page, generation)
             if slot is None:
                 return None
-            view = self._segment.payload[page * PAGE_BYTES :][: slot.length].data
-            if len(view) < slot.length:  # the node is stopping, and has let go of its memory
+            view = None if self._on_disk else self._segment.payload[page * PAGE_BYTES :][: slot.length].data
+            if view is not None and len(view) < slot.length:  # the node is stopping, and has let go of its memory
                 self._slots.unpin(slot)
                 return None
             headers = self._headers.read(np.array([page], np.uint32))
@@ -163,7 +199,7 @@ class Checks:
             self._link.gone(self._segment.segment_id, check.headers)
 
 
-def _matches(check: _Check) -> bool:
+def _matches(check: _Check, view: memoryview) -> bool:
     """Whether the bytes have the checksum that the header gives."""
     [seed] = checksum_seeds(check.headers.records)
-    return xxhash.xxh3_64_intdigest(check.view, seed) == int(check.headers.records["checksum"][0])
+    return xxhash.xxh3_64_intdigest(view, seed) == int(check.headers.records["checksum"][0])

@@ -8,12 +8,12 @@ import grpc
 
 from kvpool.core.directory import FreeSlot
 from kvpool.core.errors import KvpoolError, ProtocolError
-from kvpool.core.limits import ANNOUNCE_BLOCKS_MAX
+from kvpool.core.limits import ANNOUNCE_BLOCKS_MAX, NO_NUMBER
 from kvpool.node.copier import Copier
 from kvpool.node.headers import SlotHeaders
 from kvpool.node.link import MetaLink
-from kvpool.node.namespaces import NamespaceBook
-from kvpool.node.store import NodeSession, NodeStore
+from kvpool.node.records import NodeSession
+from kvpool.node.store import NodeStore
 from kvpool.ops.failpoints import failpoint
 from kvpool.ops.grpc_server import raised_by
 from kvpool.ops.logging import get_logger
@@ -24,7 +24,6 @@ from kvpool.v1 import common_pb2, membership_pb2, membership_pb2_grpc
 REDIAL_FIRST_S = 0.2
 REDIAL_MAX_S = 1.0
 """Limits of the pauses: a node is back within two seconds of its service, and a thousand nodes not all at once."""
-NO_NUMBER = 0xFFFF_FFFF
 INVENTORY_PART_BLOCKS = 4_096
 """Blocks of one part: how long one holds the directory, about 5 ms."""
 
@@ -40,8 +39,7 @@ class Control:
         node_id: The node's name.
         incarnation: Random, new at each start.
         endpoints: URIs of its data plane, best first.
-        store: What it holds.
-        book: Documents of the namespaces it has blocks of.
+        store: What it holds, with the disk's beside it.
         link: The metadata service.
         scrub: What was checked of its blocks, now.
         copier: Fetches what the service orders from other nodes.
@@ -54,7 +52,6 @@ class Control:
         incarnation: int,
         endpoints: list[str],
         store: NodeStore,
-        book: NamespaceBook,
         link: MetaLink,
         scrub: Callable[[], common_pb2.Scrub],
         copier: Copier,
@@ -64,7 +61,6 @@ class Control:
         self._incarnation = incarnation
         self._endpoints = endpoints
         self._store = store
-        self._book = book
         self._link = link
         self._scrub = scrub
         self._copier = copier
@@ -88,6 +84,13 @@ class Control:
         self._store.draining = True
         self._out.put(membership_pb2.FromNode(draining=membership_pb2.NodeDraining()))
 
+    def report(self) -> None:
+        """Send a heartbeat now: something has changed that should not wait for the next."""
+        heartbeat = membership_pb2.Heartbeat(
+            orders_applied=self._orders_applied, scrub=self._scrub(), segments=self.segments()
+        )
+        self._out.put(membership_pb2.FromNode(heartbeat=heartbeat))
+
     def stop(self) -> None:
         """End the stream and wait for the loop."""
         self._stopping.set()
@@ -106,7 +109,7 @@ class Control:
                 self.failure = str(raised_by(error))
             except (KvpoolError, MemoryError) as error:
                 self.failure = str(error) or "out of memory"
-            self._store.session = None
+            self._obey(None)
             if self.ready.is_set() and not self._stopping.is_set():
                 log.warning("control_stream_ended", node=self._node_id, reason=self.failure)
                 backoff.reset()
@@ -165,7 +168,7 @@ class Control:
             node_id=self._node_id,
             incarnation=self._incarnation,
             endpoints=self._endpoints,
-            segments=[self.segment()],
+            segments=self.segments(),
             protocol=PROTOCOL_VERSION,
         )
         return membership_pb2.FromNode(hello=hello)
@@ -176,76 +179,86 @@ class Control:
         if welcome.incarnation != self._meta_incarnation:
             # Another service numbers its orders anew.
             self._meta_incarnation, self._orders_applied = welcome.incarnation, 0
-        self._store.in_doubt = False
+        for store in self._store.tiers:
+            store.in_doubt = False
         session = NodeSession(welcome.incarnation, welcome.session, welcome.grant_key)
         self._link.follow(session)
-        self._store.session = session
-        self._announce()
+        self._obey(session)
+        for store in self._store.tiers:
+            if not store.off:
+                self._announce(store)
         done = membership_pb2.InventoryDone(orders_applied=self._orders_applied)
         self._out.put(membership_pb2.FromNode(inventory_done=done))
         if self._store.draining:
             self._out.put(membership_pb2.FromNode(draining=membership_pb2.NodeDraining()))
 
-    def _announce(self) -> None:
+    def _obey(self, session: NodeSession | None) -> None:
+        for store in self._store.tiers:
+            store.session = session
+
+    def _announce(self, store: NodeStore) -> None:
         failpoint("node.inventory.before_scan")
-        headers = self._store.inventory()
+        headers = store.inventory()
         for some in headers.by_namespace():
             namespace_id = some.records["namespace"][0].tobytes()
-            document = self._book.get(namespace_id)
+            document = store.book.get(namespace_id)
             if document is None:
                 log.warning("namespace_unknown", namespace=namespace_id.hex()[:8], slots=len(some))
-                self._store.free_headers(some)
+                store.free_headers(some)
                 continue
             for start in range(0, len(some), INVENTORY_PART_BLOCKS):
-                part = self._inventory(document, some.select(slice(start, start + INVENTORY_PART_BLOCKS)))
+                part = _inventory(store, document, some.select(slice(start, start + INVENTORY_PART_BLOCKS)))
                 self._out.put(membership_pb2.FromNode(inventory=part))
                 failpoint("node.inventory.mid_parts")
-
-    def _inventory(self, document: bytes, headers: SlotHeaders) -> membership_pb2.Inventory:
-        records = headers.records
-        return membership_pb2.Inventory(
-            segment_id=self._store.segment.segment_id,
-            document=document,
-            hashes=records["hash"].tobytes(),
-            parents=records["parent"].tobytes(),
-            shards=pack(records["shard"], "<u2"),
-            slots=pack(headers.pages, "<u4"),
-            generations=pack(records["generation"], "<u8"),
-            checksums=pack(records["checksum"], "<u8"),
-            ages_s=bytes(4 * len(headers)),
-        )
 
     def _apply(self, orders: membership_pb2.FreeSlots) -> None:
         failpoint("node.orders.before_apply")
         columns = (orders.number, orders.segment_id, orders.slot, orders.generation, orders.rest)
-        self._store.apply(FreeSlot(*row) for row in zip(*columns, strict=True))
+        free = [FreeSlot(*row) for row in zip(*columns, strict=True)]
+        for store in self._store.tiers:
+            store.apply(free)
         failpoint("node.orders.after_apply")
         self._orders_applied = max(self._orders_applied, *orders.number)
 
     def _beat(self, interval_s: float, ended: threading.Event) -> None:
         while not ended.wait(interval_s):
-            self._store.expire()
-            if self._store.in_doubt and self._call is not None:
+            for store in self._store.tiers:
+                store.expire()
+            if any(store.in_doubt for store in self._store.tiers) and self._call is not None:
                 log.warning("commit_unanswered", node=self._node_id)
                 self._call.cancel()  # type: ignore[no-untyped-call]
                 return
-            self._out.put(membership_pb2.FromNode(heartbeat=self._heartbeat()))
+            self.report()
 
-    def _heartbeat(self) -> membership_pb2.Heartbeat:
-        return membership_pb2.Heartbeat(
-            orders_applied=self._orders_applied,
-            scrub=self._scrub(),
-            resting_bytes=self._store.stats().quarantined_bytes,
-        )
+    def segments(self) -> list[common_pb2.Segment]:
+        """The node's segments as others see them."""
+        return [_segment(store) for store in self._store.tiers]
 
-    def segment(self) -> common_pb2.Segment:
-        """The segment as others see it."""
-        segment, stats = self._store.segment, self._store.stats()
-        return common_pb2.Segment(
-            number=NO_NUMBER,
-            segment_id=segment.segment_id,
-            medium=segment.medium,
-            capacity_bytes=segment.size_bytes,
-            used_bytes=stats.used_bytes,
-            blocks=stats.slots,
-        )
+
+def _segment(store: NodeStore) -> common_pb2.Segment:
+    segment, stats = store.segment, store.stats()
+    return common_pb2.Segment(
+        number=NO_NUMBER,
+        segment_id=segment.segment_id,
+        medium=segment.medium,
+        capacity_bytes=segment.size_bytes,
+        used_bytes=stats.used_bytes,
+        blocks=stats.slots,
+        out_of_use_bytes=stats.quarantined_bytes,
+        off=store.off,
+    )
+
+
+def _inventory(store: NodeStore, document: bytes, headers: SlotHeaders) -> membership_pb2.Inventory:
+    records = headers.records
+    return membership_pb2.Inventory(
+        segment_id=store.segment.segment_id,
+        document=document,
+        hashes=records["hash"].tobytes(),
+        parents=records["parent"].tobytes(),
+        shards=pack(records["shard"], "<u2"),
+        slots=pack(headers.pages, "<u4"),
+        generations=pack(records["generation"], "<u8"),
+        checksums=pack(records["checksum"], "<u8"),
+        ages_s=bytes(4 * len(headers)),
+    )

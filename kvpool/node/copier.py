@@ -1,4 +1,7 @@
-"""Fetches blocks from other nodes when the metadata service orders it, and commits them like a writer.
+"""Fetches blocks when the metadata service orders it, and commits them like a writer.
+
+They come from other nodes, or from this one: from its memory to its disk and back, on a thread of their own, so that a
+disk that is slow, or hangs, holds up nothing else.
 
 Bytes go from the source straight into the slots here, by the transports that clients use. They are accepted by the
 checksum that the directory has for the source, compared over these slots; the checksum they are committed with is
@@ -19,7 +22,8 @@ from kvpool.core.errors import KvpoolError, ProtocolError
 from kvpool.core.grants import Grant
 from kvpool.core.keys import select_hashes
 from kvpool.node.link import MetaLink
-from kvpool.node.store import NodeStore, Receiving
+from kvpool.node.records import Receiving
+from kvpool.node.store import NodeStore
 from kvpool.ops.logging import get_logger
 from kvpool.transport import ReadBatch, ReadStatus, Transport, WriteStatus, open_best
 from kvpool.transport.blocks import Blocks
@@ -38,7 +42,7 @@ ORDERS_MAX = 64
 """Orders that may wait; the service has a few open at a time, and asks again for what is not carried out."""
 
 OWNER = 1 << 65
-"""Names the copier as a writer, apart from connections and from writers over gRPC."""
+"""Names the first lane as a writer, apart from connections and from writers over gRPC; the others follow."""
 
 Number = TypeVar("Number", np.uint32, np.uint64)
 
@@ -46,16 +50,40 @@ log = get_logger(__name__)
 
 
 class Copier:
-    """Carries orders out one after the other, on a thread of its own.
+    """Carries orders out: those that have to do with the node's disk on one lane, all others on another.
 
     Args:
-        store: Where to.
+        store: Where to, with the disk's beside it.
         link: The metadata service, to give up what cannot be fetched.
         node_id: Who is calling.
     """
 
     def __init__(self, store: NodeStore, link: MetaLink, node_id: str) -> None:
         self._store = store
+        self._lanes = [_Lane(store, link, node_id, OWNER + i) for i in range(len(store.tiers))]
+
+    def put(self, order: membership_pb2.FetchBlocks) -> None:
+        """Carry ``order`` out after those before it on its lane."""
+        try:
+            ends = {order.source_segment_id, self._store.open_grant(order.grant).segment_id}
+        except KvpoolError as error:
+            _refused(order, error)
+            return
+        disk = self._store.disk
+        self._lanes[-1 if disk is not None and disk.segment.segment_id in ends else 0].put(order)
+
+    def stop(self) -> None:
+        """Drop what was not begun, and wait for what was."""
+        for lane in self._lanes:
+            lane.stop()
+
+
+class _Lane:
+    """Carries orders out one after the other, on a thread of its own, as the writer ``owner``."""
+
+    def __init__(self, store: NodeStore, link: MetaLink, node_id: str, owner: int) -> None:
+        self._store = store
+        self._owner = owner
         self._link = link
         self._principal = f"node:{node_id}"
         self._orders: queue.SimpleQueue[membership_pb2.FetchBlocks | None] = queue.SimpleQueue()
@@ -86,7 +114,7 @@ class Copier:
                 self._carry_out(order)
             except (KvpoolError, MemoryError) as error:
                 # Of an older session, draining, out of reach: nothing was promised for long.
-                log.info("fetch_refused", source=order.source_node_id, error=str(error))
+                _refused(order, error)
 
     def _carry_out(self, order: membership_pb2.FetchBlocks) -> None:
         grant = self._store.open_grant(order.grant)
@@ -95,7 +123,7 @@ class Copier:
         try:
             fetched = self._fetch(order, grant)
         finally:
-            self._store.drop_owner(OWNER)
+            self._store.of(grant.segment_id).drop_owner(self._owner)
             self._link.abort(grant.reservation, [])  # what was committed is not in it any more
         log.info("blocks_fetched", source=order.source_node_id, blocks=fetched, of=grant.count)
 
@@ -103,19 +131,20 @@ class Copier:
         """Read and commit the blocks of one order; how many were committed."""
         deadline = Deadline(min(FETCH_TIMEOUT_S, grant.ttl_ms / 1000))
         transport = self._transport(order, deadline)
-        slots, generations = self._store.prepare(order.grant, OWNER)
+        store = self._store.of(grant.segment_id)
+        slots, generations = store.prepare(order.grant, self._owner)
         opened = np.flatnonzero(slots != NO_SLOT)
-        places = self._store.begin_receive(slots[opened], generations[opened], OWNER)
+        places = store.begin_receive(slots[opened], generations[opened], self._owner)
         sound = [False] * len(places)
         try:
             sound = self._read(transport, order, grant, opened.tolist(), places, deadline)
             checksums = [checksum([p.view], p.seed) if p and s else 0 for p, s in zip(places, sound, strict=True)]
         finally:
-            self._store.end_receive([(p, s) for p, s in zip(places, sound, strict=True) if p is not None])
+            store.end_receive([(p, s) for p, s in zip(places, sound, strict=True) if p is not None])
         good = np.array(sound, np.bool_)
-        where = (grant.segment_id, grant.reservation, OWNER)
+        where = (grant.segment_id, grant.reservation, self._owner)
         written = (slots[opened][good], generations[opened][good], np.array(checksums, np.uint64)[good])
-        return self._store.commit_slots(*where, *written).count(WriteStatus.COMMITTED) if good.any() else 0
+        return store.commit_slots(*where, *written).count(WriteStatus.COMMITTED) if good.any() else 0
 
     def _read(
         self,
@@ -156,6 +185,10 @@ class Copier:
             return open_best(order.source_node_id, list(order.source_endpoints), SCHEMES, *who, deadline)
 
         return self._transports.get(order.source_incarnation, open_source, deadline)
+
+
+def _refused(order: membership_pb2.FetchBlocks, error: Exception) -> None:
+    log.info("fetch_refused", source=order.source_node_id, error=str(error))
 
 
 def _column(values: Sequence[int], dtype: type[Number], chosen: list[int]) -> NDArray[Number]:

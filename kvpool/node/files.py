@@ -2,51 +2,49 @@
 
 import fcntl
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES, SEGMENT_ID_BYTES
 from kvpool.node.headers import HeaderFile, header_file_bytes, stored_segment_id
 from kvpool.node.private_file import open_private
-from kvpool.node.segment.shm import HugePages, ShmSegment, check_room
+from kvpool.node.segment import Segment
+from kvpool.node.segment.shm import NO_ROOM, HugePages, ShmSegment, check_room
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import node_lock
+
+S = TypeVar("S", bound=Segment)
+H = TypeVar("H", bound=HeaderFile)
 
 log = get_logger(__name__)
 
 
-class SegmentFiles:
-    """Payload, headers and namespace documents of node ``node_id`` under ``directory``.
+class StoredFiles:
+    """Payload, headers and namespace documents under names that begin with ``stem``; one process has them at a time."""
 
-    Holds a lock from construction to `close`, so that a second node of the same name cannot map them.
-
-    Raises:
-        CapacityError: The directory cannot be used, or another node uses the files.
-    """
-
-    def __init__(self, directory: Path, node_id: str) -> None:
-        self.payload = directory / f"kvpool-{node_id}.payload"
-        self.headers = directory / f"kvpool-{node_id}.headers"
-        self.namespaces = directory / f"kvpool-{node_id}.namespaces"
+    def __init__(self, directory: Path, stem: str, lock_path: Path) -> None:
+        self.payload = directory / f"{stem}.payload"
+        self.headers = directory / f"{stem}.headers"
+        self.namespaces = directory / f"{stem}.namespaces"
         self.fresh = False
         """Whether `open` began with an empty segment."""
-        self._lock_path = node_lock(directory, node_id)
+        self._lock_path = lock_path
+
+    def _take(self, taken: str) -> None:
+        """Lock the files until `close`; raises CapacityError, saying that they are ``taken``."""
         self._lock = open_private(self._lock_path, "a segment")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            raise CapacityError(
-                f"another node {node_id!r} uses {self.payload}; stop it, or give this one another --node-id"
-            ) from error
+            raise CapacityError(taken) from error
 
-    def open(self, size_bytes: int, hugepages: HugePages) -> tuple[ShmSegment, HeaderFile]:
-        """Segment and headers: those of the last run when they fit ``size_bytes``, else empty ones.
-
-        Raises:
-            CapacityError: Memory that cannot be had; nothing new is left behind.
-        """
+    def _open(
+        self, size_bytes: int, fix: str, make_segment: Callable[[bytes], S], make_headers: Callable[[bytes], H]
+    ) -> tuple[S, H]:
         pages = size_bytes // PAGE_BYTES
         segment_id = stored_segment_id(self.headers, pages)
         same_payload = self.payload.exists() and self.payload.stat().st_size == pages * PAGE_BYTES
@@ -54,15 +52,15 @@ class SegmentFiles:
         with ExitStack() as undo:
             if self.fresh:
                 # Before anything is removed: a size that cannot be must not cost the blocks that are there.
-                check_room(self.payload, size_bytes, header_file_bytes(pages))
+                check_room(self.payload, size_bytes, fix, header_file_bytes(pages))
                 if self.payload.exists():
                     log.info("segment_replaced", path=str(self.payload), reason="another size or no headers")
                 self.remove()
                 undo.callback(self.remove)
             segment_id = segment_id if segment_id is not None and not self.fresh else os.urandom(SEGMENT_ID_BYTES)
-            segment = ShmSegment(self.payload, segment_id, size_bytes, hugepages)
+            segment = make_segment(segment_id)
             undo.callback(segment.close)
-            headers = HeaderFile(self.headers, segment_id, pages)
+            headers = make_headers(segment_id)
             undo.pop_all()
         return segment, headers
 
@@ -77,3 +75,30 @@ class SegmentFiles:
             self.remove()
             self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)
+
+
+class SegmentFiles(StoredFiles):
+    """Payload, headers and namespace documents of node ``node_id`` under ``directory``.
+
+    Holds a lock from construction to `close`, so that a second node of the same name cannot map them.
+
+    Raises:
+        CapacityError: The directory cannot be used, or another node uses the files.
+    """
+
+    def __init__(self, directory: Path, node_id: str) -> None:
+        super().__init__(directory, f"kvpool-{node_id}", node_lock(directory, node_id))
+        self._take(f"another node {node_id!r} uses {self.payload}; stop it, or give this one another --node-id")
+
+    def open(self, size_bytes: int, hugepages: HugePages) -> tuple[ShmSegment, HeaderFile]:
+        """Segment and headers: those of the last run when they fit ``size_bytes``, else empty ones.
+
+        Raises:
+            CapacityError: Memory that cannot be had; nothing new is left behind.
+        """
+        return self._open(
+            size_bytes,
+            NO_ROOM,
+            lambda segment_id: ShmSegment(self.payload, segment_id, size_bytes, hugepages),
+            lambda segment_id: HeaderFile(self.headers, segment_id, size_bytes // PAGE_BYTES),
+        )

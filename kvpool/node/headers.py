@@ -14,7 +14,7 @@ import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from kvpool.ops.failpoints import failpoint
 MAGIC = b"KVPOOLHD"
 VERSION = 1
 _PROLOGUE = struct.Struct("<8sIIQ16sQ16x")
+PROLOGUE_BYTES = _PROLOGUE.size
 RECORD = np.dtype(
     [
         ("state", "<u4"),
@@ -52,6 +53,9 @@ RECORD_BYTES = RECORD.itemsize
 _CHECKED = slice(4, RECORD_BYTES - 8)
 GENERATIONS_RESERVED = 1 << 20
 """The prologue runs ahead of the generations given out, so that a crash cannot make one be given twice."""
+
+PROLOGUE = -1
+"""Stands for the prologue where pages name records."""
 
 ROOT_PARENT = bytes(32)
 """Stands in a header for "no parent"."""
@@ -126,7 +130,7 @@ class HeaderFile:
             if not fresh and os.fstat(self._descriptor).st_size != size_bytes:
                 raise CapacityError(f"{path} belongs to a segment of another size; remove it to start empty")
             _allocate(self._descriptor, path, size_bytes)
-            self._map = mmap.mmap(self._descriptor, size_bytes)
+            self._map = self._mapped(size_bytes)
             self.next_generation = 1 if fresh else self._read_prologue(path)
         except BaseException:
             os.close(self._descriptor)
@@ -142,6 +146,7 @@ class HeaderFile:
         self._reserved = next_generation + GENERATIONS_RESERVED
         prologue = (MAGIC, VERSION, RECORD_BYTES, self.pages, self._segment_id, self._reserved)
         _PROLOGUE.pack_into(self._map, 0, *prologue)
+        self._changed((PROLOGUE,))
 
     def write(self, headers: SlotHeaders, state: SlotState) -> None:
         """Describe slots; states and checksums are filled in here."""
@@ -151,6 +156,7 @@ class HeaderFile:
         self._records[headers.pages] = records
         failpoint("node.put.before_describe")
         self._records["state"][headers.pages] = state
+        self._changed(headers.pages.tolist())
 
     def commit(self, pages: Pages, checksums: NDArray[np.uint64]) -> SlotHeaders:
         """The slots at ``pages``, described before, are committed with these payload checksums; their headers."""
@@ -160,6 +166,7 @@ class HeaderFile:
         self._records["header_checksum"][pages] = _header_checksums(headers.records)
         failpoint("node.put.mid_header")
         self._records["state"][pages] = SlotState.COMMITTED
+        self._changed(pages.tolist())
         return headers
 
     def read(self, pages: Pages) -> SlotHeaders:
@@ -174,6 +181,7 @@ class HeaderFile:
     def clear(self, pages: int | list[int]) -> None:
         """The slots are free."""
         self._records["state"][pages] = 0
+        self._changed([pages] if isinstance(pages, int) else pages)
 
     def scan(self, state: SlotState) -> SlotHeaders:
         """Every slot in ``state``, in page order."""
@@ -188,6 +196,7 @@ class HeaderFile:
         sound = (_header_checksums(headers.records) == headers.records["header_checksum"]) & (lengths > 0)
         unsound = pages[~(sound & (ends <= self.pages))]
         self._records["state"][unsound] = 0
+        self._changed(unsound.tolist())
         return len(unsound)
 
     def close(self) -> None:
@@ -196,6 +205,13 @@ class HeaderFile:
         with contextlib.suppress(BufferError):
             self._map.close()
         os.close(self._descriptor)
+
+    def _mapped(self, size_bytes: int) -> mmap.mmap:
+        """The memory that the file is seen through."""
+        return mmap.mmap(self._descriptor, size_bytes)
+
+    def _changed(self, pages: Sequence[int]) -> None:
+        """The records of ``pages``, or the `PROLOGUE`, are other ones now; here the file has them already."""
 
     def _read_prologue(self, path: Path) -> int:
         magic, version, record_bytes, pages, segment_id, generation = _PROLOGUE.unpack_from(self._map, 0)

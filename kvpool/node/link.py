@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.node.headers import SlotHeaders
-from kvpool.node.store import NodeSession
+from kvpool.node.records import NodeSession
 from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
 from kvpool.ops.logging import get_logger
 from kvpool.transport.deadline import Deadline

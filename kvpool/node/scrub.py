@@ -6,8 +6,8 @@ hands; this one works in steps of a few milliseconds, rests between them, and ma
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from kvpool.core.clock import Clock
 from kvpool.node.checking import Checked, Checks
@@ -58,6 +58,7 @@ class Scrubber:
         clock: Clock = time.monotonic,
     ) -> None:
         self.progress = ScrubProgress()
+        self.pages = checks.pages
         self._checks = checks
         self._bytes_per_s = bytes_per_s
         self._interval_s = interval_s
@@ -102,9 +103,24 @@ class Scrubber:
             log.info("scrubbed", blocks=checked.blocks, bytes=checked.size_bytes, bad=checked.bad, took_s=took_s)
 
 
-def verify(checks: Checks, page: int, limit_s: float) -> tuple[Checked, float]:
-    """Check blocks from ``page`` on as fast as memory allows, for about ``limit_s``; also the seconds it took."""
+def verify(tiers: Sequence[Checks], page: int, limit_s: float) -> tuple[Checked, float]:
+    """Check blocks from ``page`` on as fast as their media allow, for about ``limit_s``; also the seconds it took.
+
+    Pages are counted through all tiers.
+    """
     started_s = time.monotonic()
     until_s = started_s + min(limit_s, VERIFY_S_MAX)
-    checked = checks.walk(page, lambda _: time.monotonic() >= until_s)
+    checked, before = Checked(page), 0
+    for checks in tiers:
+        if before <= checked.next_page < before + checks.pages:
+            found = checks.walk(checked.next_page - before, lambda _: time.monotonic() >= until_s)
+            checked += replace(found, next_page=before + found.next_page)
+        before += checks.pages
     return checked, time.monotonic() - started_s
+
+
+def whole_progress(tiers: Sequence["Scrubber"]) -> ScrubProgress:
+    """How far the scrubs of all tiers have come, by their pages."""
+    pages = sum(scrubber.pages for scrubber in tiers)
+    done = sum(scrubber.pages * scrubber.progress.progress for scrubber in tiers)
+    return ScrubProgress(min(scrubber.progress.passes for scrubber in tiers), done / pages)

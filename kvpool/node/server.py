@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,11 +14,12 @@ from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import Slots, SlotState
 from kvpool.node.control import Control
 from kvpool.node.copier import Copier
+from kvpool.node.disk import DiskFiles, DiskStore
 from kvpool.node.files import SegmentFiles
 from kvpool.node.headers import HeaderFile
 from kvpool.node.link import MetaLink
 from kvpool.node.namespaces import NamespaceBook
-from kvpool.node.scrub import Scrubber
+from kvpool.node.scrub import Scrubber, whole_progress
 from kvpool.node.servicer import StoreNodeServicer
 from kvpool.node.serving import DataSession
 from kvpool.node.store import NodeStore
@@ -63,7 +65,7 @@ class NodeServer:
         self._endpoints: list[str] = []
         self._running = ExitStack()
         self._started = False
-        self._scrubber: Scrubber
+        self._scrubbers: list[Scrubber] = []
         self._framed: FramedServer
         self._grpc: GrpcServer
         self._control: Control
@@ -79,7 +81,8 @@ class NodeServer:
             self._open_store(undo)
             self._listen(undo)
             self._join(undo)
-            self._scrubber.start()
+            for scrubber in self._scrubbers:
+                scrubber.start()
             self._started = True
             self._running = undo.pop_all()
         log.info("node_started", node=self.settings.node_id, endpoints=self._endpoints)
@@ -105,9 +108,29 @@ class NodeServer:
         link = MetaLink(settings.meta.removeprefix("grpc://"), settings.node_id)
         undo.callback(link.close)
         self._link = link
-        self._book = NamespaceBook(files.namespaces, link.describe)
         slots = restore_slots(headers, segment.size_bytes // PAGE_BYTES, settings.quarantine_s)
-        self.store = NodeStore(segment, headers, slots, self._book, link, self._incarnation)
+        self.store = NodeStore(
+            segment, headers, slots, NamespaceBook(files.namespaces, link.describe), link, self._incarnation
+        )
+        if settings.disk is not None:
+            self._open_disk(undo, settings.disk, settings.disk_size)
+
+    def _open_disk(self, undo: ExitStack, directory: Path, size_bytes: int) -> None:
+        files = DiskFiles(directory)
+        # What is on disk is there to be found again, whatever becomes of the memory.
+        undo.callback(lambda: files.close(keep=self._started or not files.fresh))
+        segment, headers = files.open(size_bytes, self._disk_failed)
+        undo.callback(segment.close)
+        undo.callback(headers.close)
+        slots = restore_slots(headers, segment.size_bytes // PAGE_BYTES, self.settings.quarantine_s)
+        book = NamespaceBook(files.namespaces, self._link.describe)
+        self.store.disk = DiskStore(segment, headers, slots, book, self._link, self._incarnation)
+        if headers.error is not None:  # before there was a store to tell
+            self._disk_failed(headers.error)
+
+    def _disk_failed(self, error: OSError) -> None:
+        if self.store.disk is not None:
+            self.store.disk.turn_off(error, "write")
 
     def _listen(self, undo: ExitStack) -> None:
         settings = self.settings
@@ -134,9 +157,8 @@ class NodeServer:
         self.grpc_address = server.start(settings.listen, settings.grpc_port)
         host = settings.advertise_host or self.grpc_address.rpartition(":")[0]
         self._endpoints.append(f"grpc://{host}:{self.grpc_address.rpartition(':')[2]}")
-        self._scrubber = Scrubber(
-            self.store.checks, settings.scrub_bytes_per_s, settings.scrub_interval_s, self._framed.wait_idle
-        )
+        pace = (settings.scrub_bytes_per_s, settings.scrub_interval_s, self._framed.wait_idle)
+        self._scrubbers = [Scrubber(store.checks, *pace) for store in self.store.tiers]
         copier = Copier(self.store, self._link, settings.node_id)
         undo.callback(copier.stop)
         self._control = Control(
@@ -144,14 +166,16 @@ class NodeServer:
             self._incarnation,
             self._endpoints,
             self.store,
-            self._book,
             self._link,
             self._scrub,
             copier,
             self._on_leave,
         )
+        if self.store.disk is not None:
+            self.store.disk.on_off = self._control.report
         undo.callback(self._control.stop)
-        undo.callback(self._scrubber.stop)
+        for scrubber in self._scrubbers:
+            undo.callback(scrubber.stop)
         self._control.start()
         if not self._joined():
             raise UnavailableError(
@@ -185,19 +209,20 @@ class NodeServer:
             incarnation=self._incarnation,
             state="draining" if self.store.draining else "ready",
             endpoints=self._endpoints,
-            segments=[self._control.segment()],
+            segments=self._control.segments(),
             scrub=self._scrub(),
         )
 
     def _scrub(self) -> common_pb2.Scrub:
-        stats, progress = self.store.stats(), self._scrubber.progress
+        progress, stats = whole_progress(self._scrubbers), [store.stats() for store in self.store.tiers]
+        counters = sum((Counter(tier.counters) for tier in stats), Counter[str]())
         return common_pb2.Scrub(
             passes=progress.passes,
             progress=progress.progress,
-            checked_blocks=stats.counters.get("checked_blocks", 0),
-            checked_bytes=stats.counters.get("checked_bytes", 0),
-            bad_blocks=stats.counters.get("bad_blocks", 0),
-            retired_bytes=stats.retired_bytes,
+            checked_blocks=counters["checked_blocks"],
+            checked_bytes=counters["checked_bytes"],
+            bad_blocks=counters["bad_blocks"],
+            retired_bytes=sum(tier.retired_bytes for tier in stats),
         )
 
 

@@ -74,21 +74,23 @@ class StoreNodeServicer(store_node_pb2_grpc.StoreNodeServicer):
 
     def Stat(self, request: store_node_pb2.StatRequest, context: grpc.ServicerContext) -> store_node_pb2.StatResponse:
         stats = self._store.stats()
+        disk = self._store.disk.stats().counters if self._store.disk is not None else {}
         return store_node_pb2.StatResponse(
             node=self._describe(),
             quarantined_bytes=stats.quarantined_bytes,
             largest_free_bytes=stats.largest_free_bytes,
             connections=self._connections(),
-            counters=stats.counters | self._refusals(),
+            counters=stats.counters | {f"disk_{name}": count for name, count in disk.items()} | self._refusals(),
         )
 
     def Verify(
         self, request: store_node_pb2.VerifyRequest, context: grpc.ServicerContext
     ) -> store_node_pb2.VerifyResponse:
-        checked, took_s = verify(self._store.checks, request.page, request.limit_ms / 1000)
+        tiers = [store.checks for store in self._store.tiers]
+        checked, took_s = verify(tiers, request.page, request.limit_ms / 1000)
         return store_node_pb2.VerifyResponse(
             next_page=checked.next_page,
-            pages=self._store.checks.pages,
+            pages=sum(checks.pages for checks in tiers),
             blocks=checked.blocks,
             bytes=checked.size_bytes,
             bad=checked.bad,

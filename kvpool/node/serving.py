@@ -1,19 +1,22 @@
 """The node's data plane: one session for each framed connection, over TCP or the Unix socket."""
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.core.directory import DISK
 from kvpool.core.errors import ProtocolError, UsageError
 from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, SLOTS_PER_CALL_MAX
-from kvpool.node.store import NodeStore, Receiving
+from kvpool.node.records import Receiving
+from kvpool.node.store import NodeStore
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import WriteStatus
 from kvpool.transport.copying import checksum
 from kvpool.transport.wire.messages import (
+    NOT_MAPPED,
     AttachReply,
     AttachRequest,
     CommitSlotsRequest,
@@ -70,26 +73,14 @@ class DataSession:
         self._store.drop_owner(self._owner)
 
     def _read(self, request: ReadRequest, payload: Payload) -> Reply:
-        self._store.check_segment(request.segment_id)
+        store = self._store.of(request.segment_id)
         slots, generations = _named_slots(request.slots, request.generations)
         length = request.block_bytes
         if not 1 <= length <= BLOCK_BYTES_MAX or length * len(slots) > FRAME_PAYLOAD_BYTES_MAX:
             raise ProtocolError(f"a read of {len(slots)} blocks of {length} bytes is over the frame's limit")
-        pinned: list[tuple[int, int]] = []
-        views: list[memoryview] = []
-        present = bytearray(len(slots))
-        try:
-            for i, (slot, generation) in enumerate(zip(slots, generations, strict=True)):
-                view = self._store.pin(slot, generation, length)
-                if view is not None:
-                    pinned.append((slot, generation))
-                    views.append(view)
-                    present[i] = 1
-            failpoint("node.get.after_pin")
-        except BaseException:
-            self._store.unpin(pinned)
-            raise
-        return Reply(ReadReply(bytes(present)), views, sent=partial(self._store.unpin, pinned))
+        until_sent = ExitStack()
+        found = until_sent.enter_context(store.read(slots, generations, length))
+        return Reply(ReadReply(bytes(found.present)), found.views, sent=until_sent.close)
 
     def _write(self, request: WriteRequest, payload: Payload) -> Reply:
         count = len(_named_slots(request.slots, request.generations)[0])
@@ -147,10 +138,11 @@ class DataSession:
         return Reply(Done(self._store.discard(slots, generations, self._owner)))
 
     def _attach(self, request: AttachRequest, payload: Payload) -> Reply:
-        self._store.check_segment(request.segment_id)
+        segment = self._store.of(request.segment_id).segment
+        if segment.medium == DISK:
+            return Reply(AttachReply(NOT_MAPPED))
         if not self._local:
             raise UsageError("shared memory can be attached over the node's Unix socket only")
-        segment = self._store.segment
         return Reply(AttachReply(segment.size_bytes), descriptors=segment.descriptors())
 
     def _ping(self, request: Ping, payload: Payload) -> Reply:

@@ -6,9 +6,9 @@ directory does not take is freed at once.
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,50 +24,24 @@ from kvpool.node.checking import Checks
 from kvpool.node.directory_link import DirectoryLink
 from kvpool.node.headers import HeaderFile, SlotHeaders, checksum_seeds, make_records
 from kvpool.node.namespaces import NamespaceBook
+from kvpool.node.records import NodeSession, Reading, Receiving, StoreStats
 from kvpool.node.segment import Segment
 from kvpool.ops.failpoints import failpoint
 from kvpool.ops.logging import get_logger
 from kvpool.transport.base import WriteStatus
 from kvpool.transport.blocks import Bytes
 
+if TYPE_CHECKING:
+    from kvpool.node.disk.store import DiskStore
+
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSession:
-    """The metadata service's session that the node obeys."""
-
-    meta_incarnation: int
-    session: int
-    key: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Receiving:
-    """A slot whose bytes are being received: where to, and the seed of their checksum."""
-
-    slot: Slot
-    view: memoryview
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Counts and bytes of one segment, at one moment."""
-
-    capacity_bytes: int
-    used_bytes: int
-    quarantined_bytes: int
-    retired_bytes: int
-    largest_free_bytes: int
-    slots: int
-    counters: dict[str, int]
 
 
 class NodeStore:
     """One segment and everything in it. Thread-safe.
 
-    `checks` compares what it holds with the headers.
+    `checks` compares what it holds with the headers. The store of a node's memory has that of its `disk` beside it, if
+    there is one.
 
     Args:
         segment: Its memory; the caller closes it after the store is no longer used.
@@ -91,11 +65,14 @@ class NodeStore:
         self.incarnation = incarnation
         self.session: NodeSession | None = None
         self.draining = False
+        self.off = ""
+        """Why its medium is out of use; empty while it is in use."""
+        self.disk: DiskStore | None = None
+        self.book = book
         self.in_doubt = False
         """Whether the directory may name slots that are free here: it never answered a commit."""
         self._headers = headers
         self._slots = slots
-        self._book = book
         self._link = link
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
@@ -103,12 +80,24 @@ class NodeStore:
         """Generations of slots whose commit is under way: an inventory leaves them to it, for it may be refused.
 
         Not their pages: one may be freed by an order and be committed anew before its first commit is answered."""
-        self.checks = Checks(segment, headers, slots, self._lock, self._counters, link)
+        self.checks = Checks(segment, headers, slots, self._lock, self._counters, link, self.read_failed)
+
+    @property
+    def tiers(self) -> "tuple[NodeStore, ...]":
+        """This store, and that of the disk below it."""
+        return (self,) if self.disk is None else (self, self.disk)
+
+    def of(self, segment_id: bytes) -> "NodeStore":
+        """The store of one of the node's segments; raises UsageError for another's."""
+        for store in self.tiers:
+            if store.segment.segment_id == segment_id:
+                return store
+        raise UsageError(f"segment {segment_id.hex()} is not of this node; ask the directory again")
 
     # Writing
 
     def open_grant(self, sealed: bytes) -> Grant:
-        """The grant in ``sealed``; raises as `prepare`."""
+        """The grant in ``sealed``, for whichever of the node's segments; raises as `prepare`."""
         return self._open(sealed, self.session)
 
     def prepare(
@@ -125,7 +114,8 @@ class NodeStore:
         failpoint("node.put.before_prepare")
         session = self.session
         grant = self._open(sealed, session)
-        self._book.learn(grant.namespace)
+        self.check_segment(grant.segment_id)
+        self.book.learn(grant.namespace)
         slots = np.full(grant.count, NO_SLOT, np.uint32)
         generations = np.zeros(grant.count, np.uint64)
         with self._lock:
@@ -230,24 +220,42 @@ class NodeStore:
 
     def pin(self, page: int, generation: int, length: int) -> memoryview | None:
         """A committed slot's bytes, kept in place until `unpin`; None when it does not hold this generation."""
-        with self._lock:
-            slot = self._slots.pin(page, generation)
-            if slot is None:
-                return None
-            if length > slot.pages * PAGE_BYTES:
-                self._slots.unpin(slot)
-                raise ProtocolError(f"slot {page} holds at most {slot.pages * PAGE_BYTES} bytes, not {length}")
-        return self._view(page, length)
+        return self._view(page, length) if self._pin(page, generation, length) else None
+
+    @contextmanager
+    def read(self, slots: list[int], generations: list[int], length: int) -> Iterator[Reading]:
+        """The bytes of those slots that are committed and hold these generations, which stay in place meanwhile.
+
+        Raises:
+            ProtocolError: A slot is shorter than ``length``, or they are too many.
+        """
+        pinned: list[tuple[int, int]] = []
+        found = Reading(bytearray(len(slots)), [])
+        try:
+            for i, (page, generation) in enumerate(zip(slots, generations, strict=True)):
+                view = self.pin(page, generation, length)
+                if view is not None:
+                    pinned.append((page, generation))
+                    found.present[i] = 1
+                    found.views.append(view)
+            failpoint("node.get.after_pin")
+            yield found
+        finally:
+            self.unpin(pinned)
+
+    def read_failed(self, error: OSError, headers: SlotHeaders) -> None:
+        """The medium could not give a block's bytes, and the directory was told."""
+        raise NotImplementedError("memory has no such errors")
 
     def unpin(self, pinned: Iterable[tuple[int, int]]) -> None:
-        """End `pin` for each (page, generation)."""
+        """Let go of each pinned (page, generation)."""
         failpoint("node.get.before_unpin")
         with self._lock:
             for page, generation in pinned:
                 self._slots.unpin(self._slots.pinned(page, generation))
 
-    def payload(self, segment_id: bytes) -> Bytes:
-        """All bytes of the segment."""
+    def payload(self, segment_id: bytes) -> Bytes | None:
+        """All bytes of the segment; None when they are not in memory."""
         self.check_segment(segment_id)
         return self.segment.payload
 
@@ -307,7 +315,6 @@ class NodeStore:
         grant = open_grant(sealed, session.key)
         if (grant.incarnation, grant.session) != (session.meta_incarnation, session.session):
             raise ProtocolError("the write grant is of another session; reserve again")
-        self.check_segment(grant.segment_id)
         return grant
 
     def _open_slots(self, grant: Grant, owner: int, *, bound: bool) -> SlotHeaders:
@@ -369,6 +376,17 @@ class NodeStore:
         if freed:
             self._headers.clear(page)
         return freed
+
+    def _pin(self, page: int, generation: int, length: int) -> bool:
+        """Keep a committed slot in place until `unpin`; False when it does not hold this generation."""
+        with self._lock:
+            slot = self._slots.pin(page, generation)
+            if slot is None:
+                return False
+            if length > slot.pages * PAGE_BYTES:
+                self._slots.unpin(slot)
+                raise ProtocolError(f"slot {page} holds at most {slot.pages * PAGE_BYTES} bytes, not {length}")
+        return True
 
     def _seeds(self, slots: list[Slot]) -> list[int]:
         """Checksum seeds of the slots, from their headers."""

@@ -47,6 +47,10 @@ def _whole_pages(size_bytes: int) -> int:
     return size_bytes - size_bytes % PAGE_BYTES
 
 
+def _no_or_whole_pages(size_bytes: int) -> int:
+    return _whole_pages(size_bytes) if size_bytes else 0
+
+
 def _pool_uri(text: str) -> str:
     match = _POOL_URI.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= 65_535:
@@ -96,6 +100,7 @@ def _is_loopback(host: str) -> bool:
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Size = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_whole_pages)]
+DiskSize = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_no_or_whole_pages)]
 Pace = Annotated[int, Field(ge=0), BeforeValidator(parse_size, str | int)]
 Duration = Annotated[float, Field(gt=0), BeforeValidator(parse_duration, str | float)]
 Scheme = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*$")]
@@ -217,6 +222,12 @@ class NodeSettings(_ServerSettings):
     hugepages: Annotated[Literal["auto", "off", "require"], BeforeValidator(_off)] = "auto"
     """Huge pages for the segment: where available, never, or fail without."""
 
+    disk: Path | None = None
+    """Directory, on a local disk, for a second tier below memory: what was read is copied there; none by default."""
+
+    disk_size: DiskSize = 0
+    """Capacity of the disk tier, taken at the start; disk needs it."""
+
     data_port: Port = 7310
     """Port of the data plane: the tcp transport."""
 
@@ -246,6 +257,16 @@ class NodeSettings(_ServerSettings):
 
     drain_timeout_s: Duration = 30.0
     """Time that transfers under way get to end when the node is asked to stop."""
+
+    @field_validator("disk_size")
+    @classmethod
+    def _with_disk(cls, size_bytes: int, info: ValidationInfo) -> int:
+        disk = info.data.get("disk")
+        if disk is not None and not size_bytes:
+            raise ValueError(f"disk is {disk}: say how much of it to use; write e.g. 100GiB")
+        if disk is None and size_bytes:
+            raise ValueError("there is no disk to use; name a directory with disk, or leave both out")
+        return size_bytes
 
     @field_validator("advertise_host")
     @classmethod

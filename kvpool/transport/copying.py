@@ -29,7 +29,7 @@ def load_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds:
     length, whole = blocks.block_bytes, blocks.whole
     if whole is None:
         sources = (payload[slot * PAGE_BYTES :][:length] for slot in slots.tolist())
-        return [_scatter(source, blocks.pieces(i), seeds[i]) for i, source in enumerate(sources)]
+        return [scatter(source, blocks.pieces(i), seeds[i]) for i, source in enumerate(sources)]
     checksums: list[int] = []
     for first, end, start in _runs(slots, length):
         source = payload[start : start + (end - first) * length]
@@ -102,7 +102,7 @@ def _copy_run(destination: Bytes, source: Bytes, length: int, seeds: list[int]) 
     return checksums
 
 
-def _scatter(source: Bytes, pieces: Pieces, seed: int) -> int:
+def scatter(source: Bytes, pieces: Pieces, seed: int) -> int:
     """Copy ``source`` over the pieces; the checksum of what the pieces hold then."""
     if len(pieces) == 1 and len(source) <= CHUNK_BYTES:
         np.copyto(np.frombuffer(pieces[0], np.uint8), source)

@@ -4,19 +4,35 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.directory.table import NO_SLOT
-from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.transport.base import ReadBatch, Transport, WriteBatch, WriteStatus
+from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
+from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus
 from kvpool.transport.blocks import Bytes
-from kvpool.transport.copying import store_slots
+from kvpool.transport.copying import scatter, store_slots
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.shm import read_mapped
 from kvpool.transport.streams import Streams
+
+DISK_READ_BYTES = 8 << 20
+"""Bytes that the node reads from its disk at a time."""
+
+
+class Found(Protocol):
+    """A flag for each slot of a read, and the bytes of those that are there."""
+
+    @property
+    def present(self) -> bytearray:
+        """One flag a slot."""
+
+    @property
+    def views(self) -> list[memoryview]:
+        """In the order of the flags."""
 
 
 class LocalStore(Protocol):
@@ -38,8 +54,14 @@ class LocalStore(Protocol):
     ) -> bytes:
         """Commit written slots; one `WriteStatus` each."""
 
-    def payload(self, segment_id: bytes) -> Bytes:
-        """The segment's bytes."""
+    def payload(self, segment_id: bytes) -> Bytes | None:
+        """The segment's bytes; None when they are on disk."""
+
+    def read(self, slots: list[int], generations: list[int], length: int) -> AbstractContextManager["Found"]:
+        """The bytes of slots, wherever they lie, in place meanwhile."""
+
+    def of(self, segment_id: bytes) -> "LocalStore":
+        """The store of one of the node's segments."""
 
     def drop_owner(self, owner: int) -> None:
         """Take back what ``owner`` prepared and did not commit."""
@@ -73,8 +95,11 @@ class InprocTransport(Transport):
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`."""
-        del deadline  # bounded by the copies themselves
-        return read_mapped(self._store.payload(batch.segment_id), batch, self._streams)
+        store = self._store.of(batch.segment_id)
+        payload = store.payload(batch.segment_id)
+        if payload is not None:  # bounded by the copies themselves
+            return read_mapped(payload, batch, self._streams)
+        return _read_disk(store, batch, deadline)
 
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
@@ -96,6 +121,7 @@ class InprocTransport(Transport):
                 return statuses
             slots, generations = slots[ready], generations[ready]
             payload, seeds = self._store.payload(batch.segment_id), batch.seeds(generations, blocks)
+            assert payload is not None, "a node prepares slots in memory alone"
             checksums = np.array(store_slots(payload, slots, batch.sources.select(blocks), seeds), np.uint64)
             done = self._store.commit_slots(
                 batch.segment_id, batch.reservation, self._owner, slots, generations, checksums
@@ -105,3 +131,27 @@ class InprocTransport(Transport):
         for block, status in zip(blocks, done, strict=True):
             statuses[block] = status
         return statuses
+
+
+def _read_disk(store: LocalStore, batch: ReadBatch, deadline: Deadline) -> bytearray:
+    """Let the node read the batch's slots, some at a time, and copy them; one `ReadStatus` each."""
+    statuses = bytearray([ReadStatus.FAILED]) * len(batch.destinations)
+    seeds, expected = batch.seeds(), batch.checksums.tolist()
+    step = max(1, DISK_READ_BYTES // batch.block_bytes)
+    try:
+        for first in range(0, len(statuses), step):
+            deadline.left_s()
+            some = slice(first, first + step)
+            named = (batch.slots[some].tolist(), batch.generations[some].tolist())
+            with store.read(*named, batch.block_bytes) as found:
+                views = iter(found.views)
+                for i, is_there in enumerate(found.present, first):
+                    statuses[i] = ReadStatus.GONE
+                    if is_there:
+                        taken = scatter(np.frombuffer(next(views), np.uint8), batch.destinations.pieces(i), seeds[i])
+                        statuses[i] = ReadStatus.OK if taken == expected[i] else ReadStatus.BAD
+    except DeadlineError:
+        return statuses.replace(bytes([ReadStatus.FAILED]), bytes([ReadStatus.LATE]))
+    except KvpoolError:
+        pass  # what was copied is verified; the rest stays FAILED
+    return statuses

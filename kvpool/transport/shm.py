@@ -1,8 +1,8 @@
 """`shm`: the client maps the node's payload segment and copies; the node is asked only to prepare and commit writes.
 
 Reads go through a read-only mapping and cost no system call and no server work. A reused or half-written slot cannot
-pass: acceptance is the checksum over the destination. Prepared slots belong to the connection that prepared them; the
-node takes them back when it closes.
+pass: acceptance is the checksum over the destination. What lies on disk cannot be mapped, and is read over the socket.
+Prepared slots belong to the connection that prepared them; the node takes them back when it closes.
 """
 
 import mmap
@@ -25,9 +25,24 @@ from kvpool.transport.once import OpenOnce
 from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.populate import Populator
 from kvpool.transport.streams import Streams
+from kvpool.transport.tcp import read_framed
 from kvpool.transport.wire.connection import Buffers
-from kvpool.transport.wire.messages import AttachReply, AttachRequest, CommitSlotsRequest, Message, pack
+from kvpool.transport.wire.messages import (
+    NOT_MAPPED,
+    AttachReply,
+    AttachRequest,
+    CommitSlotsRequest,
+    Message,
+    pack,
+)
 from kvpool.transport.writing import write_grants
+
+DISK_REQUEST_BYTES_MAX = 8 << 20
+"""Bytes of one read of what is on disk: while they are sent, another stream's are read."""
+
+
+class _OnDiskError(Exception):
+    """The segment is not memory: the node reads it for us."""
 
 
 class _Mapping:
@@ -95,18 +110,21 @@ class ShmTransport(Transport):
         self._connections = ConnectionPool(f"unix://{path}", principal, incarnation)
         self._streams = Streams(streams)
         self._mappings: OpenOnce[bytes, _Mapping] = OpenOnce("the transport", _Mapping.close)
+        self._on_disk: set[bytes] = set()
         with self._connections.connection(timeout_s):
             pass  # the node is on this host and answers
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
-        """See `Transport.read`; the time it takes is bounded by the copies themselves."""
+        """See `Transport.read`; the time it takes is bounded by the copies themselves, but for what is on disk."""
         try:
-            payload = self._mapping(batch.segment_id, deadline).readable
+            mapping = self._mapping(batch.segment_id, deadline)
         except ClosedError:
             raise
         except (KvpoolError, OSError):
             return bytearray([ReadStatus.FAILED]) * len(batch.destinations)
-        return read_mapped(payload, batch, self._streams)
+        if mapping is None:
+            return read_framed(self._connections, self._streams, batch, DISK_REQUEST_BYTES_MAX, deadline)
+        return read_mapped(mapping.readable, batch, self._streams)
 
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
@@ -114,7 +132,10 @@ class ShmTransport(Transport):
         def move(
             batch: WriteBatch, blocks: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]
         ) -> tuple[Message, Buffers]:
-            payload = self._mapping(batch.segment_id, deadline).writable()
+            mapping = self._mapping(batch.segment_id, deadline)
+            if mapping is None:
+                raise ProtocolError("a write grant for a segment that nobody maps")
+            payload = mapping.writable()
             if not fits(payload, slots, batch.block_bytes):
                 raise ProtocolError("the node prepared slots outside its own segment")
             seeds = batch.seeds(generations, blocks)
@@ -130,11 +151,20 @@ class ShmTransport(Transport):
         self._streams.close()
         self._mappings.close()
 
-    def _mapping(self, segment_id: bytes, deadline: Deadline) -> _Mapping:
-        return self._mappings.get(segment_id, partial(self._attach, segment_id, deadline), deadline)
+    def _mapping(self, segment_id: bytes, deadline: Deadline) -> _Mapping | None:
+        """The segment's mapping; None when it is on disk."""
+        if segment_id in self._on_disk:
+            return None
+        try:
+            return self._mappings.get(segment_id, partial(self._attach, segment_id, deadline), deadline)
+        except _OnDiskError:
+            self._on_disk.add(segment_id)
+            return None
 
     def _attach(self, segment_id: bytes, deadline: Deadline) -> _Mapping:
         with self._connections.connection(deadline.left_s()) as connection:
             reply = connection.call(AttachRequest(segment_id), AttachReply, deadline.left_s())
+            if reply.size_bytes == NOT_MAPPED:
+                raise _OnDiskError(segment_id.hex())
             read_descriptor, write_descriptor = connection.take_descriptors(2)
         return _Mapping(read_descriptor, write_descriptor, reply.size_bytes)

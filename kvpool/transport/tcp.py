@@ -37,12 +37,7 @@ class TcpTransport(Transport):
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`."""
-        seeds = batch.seeds()
-
-        def part(start: int, end: int) -> bytearray:
-            return self._read_part(batch, seeds, start, end, deadline)
-
-        return bytearray().join(self._streams.split(len(batch.destinations), batch.block_bytes, part))
+        return read_framed(self._connections, self._streams, batch, REQUEST_BYTES_MAX, deadline)
 
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
@@ -53,21 +48,42 @@ class TcpTransport(Transport):
         self._connections.close()
         self._streams.close()
 
-    def _read_part(self, batch: ReadBatch, seeds: list[int], start: int, end: int, deadline: Deadline) -> bytearray:
-        step = max(1, REQUEST_BYTES_MAX // batch.block_bytes)
-        statuses = bytearray([ReadStatus.FAILED]) * (end - start)
-        try:
-            with self._connections.connection(deadline.left_s()) as connection:
-                for first in range(start, end, step):
-                    blocks = range(first, min(first + step, end))
-                    _read_on(connection, batch, seeds, blocks, statuses, start, deadline)
-        except ClosedError:
-            raise
-        except DeadlineError:
-            return statuses.replace(bytes([ReadStatus.FAILED]), bytes([ReadStatus.LATE]))
-        except (KvpoolError, OSError):
-            pass  # what had arrived is verified; the rest stays FAILED
-        return statuses
+
+def read_framed(
+    connections: ConnectionPool, streams: Streams, batch: ReadBatch, request_bytes_max: int, deadline: Deadline
+) -> bytearray:
+    """Read the batch's blocks over framed connections; see `Transport.read`."""
+    seeds = batch.seeds()
+
+    def part(start: int, end: int) -> bytearray:
+        return _read_part(connections, batch, seeds, start, end, request_bytes_max, deadline)
+
+    return bytearray().join(streams.split(len(batch.destinations), batch.block_bytes, part))
+
+
+def _read_part(
+    connections: ConnectionPool,
+    batch: ReadBatch,
+    seeds: list[int],
+    start: int,
+    end: int,
+    request_bytes_max: int,
+    deadline: Deadline,
+) -> bytearray:
+    step = max(1, request_bytes_max // batch.block_bytes)
+    statuses = bytearray([ReadStatus.FAILED]) * (end - start)
+    try:
+        with connections.connection(deadline.left_s()) as connection:
+            for first in range(start, end, step):
+                blocks = range(first, min(first + step, end))
+                _read_on(connection, batch, seeds, blocks, statuses, start, deadline)
+    except ClosedError:
+        raise
+    except DeadlineError:
+        return statuses.replace(bytes([ReadStatus.FAILED]), bytes([ReadStatus.LATE]))
+    except (KvpoolError, OSError):
+        pass  # what had arrived is verified; the rest stays FAILED
+    return statuses
 
 
 def _read_on(

@@ -8,6 +8,7 @@ from fake_node import FakeSegment, HeldSlot, chain, make_namespace
 
 from kvpool.core.clock import FOREVER_US, microseconds
 from kvpool.core.directory import (
+    DISK,
     BlockState,
     CommitStatus,
     Copy,
@@ -35,8 +36,11 @@ CHAINS = {tokens: chain(*tokens) for depth in range(5, 0, -1) for tokens in prod
 PARENTS = {hashes[-1]: (hashes[-2] if len(hashes) > 1 else b"") for hashes in reversed(CHAINS.values())}
 """Parent of every block, parents before children."""
 
-SEGMENTS = (("node-0", 9), ("node-0", 6), ("node-1", 7))
-"""(node, pages): far too little for `CHAINS`, so that most reserves evict."""
+SEGMENTS = (("node-0", 9, "shm"), ("node-0", 6, "shm"), ("node-1", 7, "shm"))
+"""(node, pages, medium): far too little for `CHAINS`, so that most reserves evict."""
+
+DISKS = (("node-0", 12, DISK), ("node-1", 5, DISK))
+"""One that holds more than is read, and one that does not."""
 
 Place = tuple[bytes, int, int]
 """(hash, shard, segment number)."""
@@ -75,12 +79,16 @@ class Lease:
 class DirectoryModel:
     """Drives a directory as clients and nodes do, and checks every answer."""
 
-    def __init__(self, age_slack: float) -> None:
+    def __init__(self, age_slack: float, *, with_disks: bool) -> None:
         self.clock = ManualClock()
-        self.config = DirectoryConfig(age_slack=age_slack, lease_cap=0.3, pressure=0.8, replica_budget=1.0)
+        self.with_disks = with_disks
+        self.config = DirectoryConfig(
+            age_slack=age_slack, lease_cap=0.3, pressure=0.8, replica_budget=1.0, demote_fill=0.2
+        )
         self.directory = Directory(self.clock, self.config)
         self.segments = [
-            FakeSegment(bytes([i]) * 16, node_id, pages * PAGE_BYTES) for i, (node_id, pages) in enumerate(SEGMENTS)
+            FakeSegment(bytes([i]) * 16, node_id, pages * PAGE_BYTES, medium)
+            for i, (node_id, pages, medium) in enumerate((*SEGMENTS, *(DISKS if with_disks else ())))
         ]
         self.online: dict[int, FakeSegment] = {}
         self.unannounced: dict[bytes, set[tuple[int, int]]] = defaultdict(set)
@@ -171,7 +179,7 @@ class DirectoryModel:
         placed = defaultdict(list)
         for block_hash, shard, number in write.places:
             placed[block_hash].append(shard)
-            assert self.directory.segment(number).accepts
+            assert self.directory.segment(number).takes_new
         for block_hash, want in zip(asked, result.wants, strict=True):
             key = (write.namespace.id, block_hash)
             assert sorted(placed[block_hash]) == (list(range(write.namespace.shards)) if want == Want.WANTED else [])
@@ -205,7 +213,8 @@ class DirectoryModel:
         assert self.directory.stats().evicted_blocks - evicted_blocks >= len(evictions.evicted)
         assert not evictions.evicted & self._protected(before), "leased and pinned blocks and their ancestors stay"
         evictions.check_leaves_went_first()
-        evictions.check_copies_went_first(self.surplus_blocks())
+        if not self.with_disks:  # what is on disk too goes by its age
+            evictions.check_copies_went_first(self.surplus_blocks())
         evictions.check_oldest_went_first(self.now_us(), self.config.age_slack)
         for key in rewritten | evictions.evicted:
             self.pins.pop(key, None)
@@ -214,12 +223,12 @@ class DirectoryModel:
         assert {key for key, block in after.items() if self._may_go(block)} <= {spared}
         assert not self.surplus_blocks()
         if namespace.shards == 1:
-            free_bytes = [segment.free_bytes for segment in self.directory.segments() if segment.accepts]
+            free_bytes = [segment.free_bytes for segment in self.directory.segments() if segment.takes_new]
             assert max(free_bytes, default=0) < slot_bytes(namespace)
 
     def _may_go(self, block: BlockView) -> bool:
         is_held = block.held_until_us > self.now_us()
-        accepts = block.is_committed and self.directory.segment(block.home_segment).accepts
+        accepts = block.is_committed and self.directory.segment(block.home_segment).takes_new
         return block.is_leaf and accepts and not is_held
 
     def _protected(self, before: Views) -> set[Key]:
@@ -263,7 +272,8 @@ class DirectoryModel:
 
     def join(self, segment: FakeSegment) -> None:
         """The segment joins, with all its slots to be announced."""
-        segment.number = self.directory.add_segment(segment.segment_id, segment.node_id, segment.capacity_bytes)
+        where = (segment.segment_id, segment.node_id, segment.capacity_bytes, segment.medium)
+        segment.number = self.directory.add_segment(*where)
         self.online[segment.number] = segment
         self.unannounced[segment.segment_id] = {(slot.slot, slot.generation) for slot in segment.held.values()}
 
@@ -325,8 +335,8 @@ class DirectoryModel:
         return drain
 
     def surplus_blocks(self) -> int:
-        """Copies that may go."""
-        return sum(segment.surplus_blocks for segment in self.directory.segments() if segment.accepts)
+        """Copies in memory that may go."""
+        return sum(segment.surplus_blocks for segment in self.directory.segments() if segment.takes_new)
 
     # What the nodes hold
 

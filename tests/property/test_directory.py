@@ -8,6 +8,7 @@ from collections import defaultdict
 from itertools import product
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
@@ -25,12 +26,13 @@ class DirectoryMachine(RuleBasedStateMachine):
     """Writers, readers, operators and nodes in any order."""
 
     age_slack = 0.0
+    with_disks = False
     writes = Bundle("writes")
     copies = Bundle("copies")
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = DirectoryModel(self.age_slack)
+        self.pool = DirectoryModel(self.age_slack, with_disks=self.with_disks)
         self.directory = self.pool.directory
         self.applied = {"node-0": 0, "node-1": 0}
 
@@ -295,6 +297,51 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert self.pool.count_visible(lease.namespace, lease.hashes) == len(lease.hashes)
 
 
+class TieredDirectoryMachine(DirectoryMachine):
+    """Nodes with disks: what was read goes there, and comes back when it is read there."""
+
+    with_disks = True
+
+    @rule(target=DirectoryMachine.copies)
+    def move_tiers(self):
+        before = open_copies(self.directory)
+        blocks = self.directory.move_tiers(30.0)
+        ordered = [copy for copy in open_copies(self.directory) if copy not in before]
+        assert sum(len(copy.rows) for copy in ordered) == blocks
+        assert all(copy.source.node_id == copy.destination.node_id for copy in ordered)
+        assert all(copy.source.is_disk != copy.destination.is_disk for copy in ordered)
+        self.pool.lost_by_force(set())
+        return multiple(*ordered)
+
+    @initialize(work=st.lists(chains, min_size=4, max_size=10))
+    def work(self, work: list[Tokens]) -> None:
+        """A pool that was used for a while, with more than its memory holds."""
+        self.use("small", work)
+        self.use("small", work[:3])
+
+    @rule(name=names, work=st.lists(chains, min_size=1, max_size=6))
+    def use(self, name: str, work: list[Tokens]) -> None:
+        """Engines that read what is there and store the rest, and nodes that copy at once what is to be copied."""
+        namespace = NAMESPACES[name]
+        for tokens in work:
+            self.store_all(name, [tokens])
+            self.directory.locate(namespace.id, b"".join(CHAINS[tokens]))
+            while self.directory.move_tiers(30.0):
+                copy = open_copies(self.directory)[-1]
+                self.pool.fetch(copy, copy.hashes)
+            self.pool.lost_by_force(set())
+
+    @rule(tokens=chains, pick=picks)
+    def use_what_is_there(self, tokens: Tokens, pick: int) -> None:
+        found = self.pool.some_chain(NAMESPACES["small"], tokens, pick)
+        self.use("small", [next(tokens for tokens, hashes in CHAINS.items() if hashes == found)])
+
+    @invariant()
+    def writes_nothing_new_to_disk(self) -> None:
+        in_flight = {place[2] for write in self.pool.open for place in write.pending}
+        assert not any(self.directory.segment(number).is_disk for number in in_flight)
+
+
 class RelaxedDirectoryMachine(DirectoryMachine):
     """The same with the default slack, which keeps chains together at the price of exact order."""
 
@@ -303,4 +350,7 @@ class RelaxedDirectoryMachine(DirectoryMachine):
 
 # Shrinking a failure takes longer than a test may.
 TestDirectory = pytest.mark.timeout(900)(DirectoryMachine.TestCase)
+TestTieredDirectory = pytest.mark.timeout(900)(TieredDirectoryMachine.TestCase)
+# Each of its steps does the work of several.
+TieredDirectoryMachine.TestCase.settings = settings(max_examples=settings.default.max_examples // 4)
 TestRelaxedDirectory = pytest.mark.timeout(900)(RelaxedDirectoryMachine.TestCase)

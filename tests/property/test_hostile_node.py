@@ -21,9 +21,10 @@ from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import Slots, SlotState
 from kvpool.node.headers import HeaderFile
 from kvpool.node.namespaces import NamespaceBook
+from kvpool.node.records import NodeSession
 from kvpool.node.segment import ShmSegment
 from kvpool.node.serving import DataSession
-from kvpool.node.store import NodeSession, NodeStore
+from kvpool.node.store import NodeStore
 from kvpool.testing import ManualClock
 from kvpool.transport.wire.connection import FramedSocket
 from kvpool.transport.wire.messages import KINDS, Message, WriteRequest

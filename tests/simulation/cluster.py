@@ -101,7 +101,7 @@ class Node:
         copier = Copier(store, link, self.name)
         # Nothing is scrubbed, and no node is let go.
         others = (common_pb2.Scrub, copier, lambda: None)
-        self.control = Control(self.name, incarnation, endpoints, store, book, link, *others)
+        self.control = Control(self.name, incarnation, endpoints, store, link, *others)
         self.control.start()
 
 

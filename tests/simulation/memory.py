@@ -21,6 +21,9 @@ class Memory:
         self.headers = bytearray(header_file_bytes(pages))
         self.documents = {}
 
+    def view(self, page, length):
+        return self.payload[page * PAGE_BYTES :][:length].data
+
     def descriptors(self):
         return self.payload, self.payload
 

@@ -117,7 +117,7 @@ def test_a_restart_drops_just_the_block_with_a_bad_header(tmp_path, clock, byte)
 def test_a_block_that_is_freed_while_it_is_checked_stays_until_then(node, store, monkeypatch):
     [slot], [generation] = node.write()
 
-    def freed_meanwhile(check):
+    def freed_meanwhile(check, view):
         store.apply([FreeSlot(1, SEGMENT_ID, slot, generation, rest=False)])
         assert store.stats().used_bytes == 2 * PAGE_BYTES
         return True
@@ -166,9 +166,9 @@ def test_a_walk_goes_on_where_it_stopped(node, store):
 def test_a_verify_without_time_checks_nothing_and_one_with_time_all(node, store):
     node.write(blocks=3)
 
-    assert verify(store.checks, 0, 0.0)[0] == Checked(0)
-    assert verify(store.checks, 0, 1.0)[0] == Checked(PAGES, 3, 3 * LENGTH)
-    assert verify(store.checks, PAGES + 1, 1.0)[0] == Checked(PAGES + 1)
+    assert verify([store.checks], 0, 0.0)[0] == Checked(0)
+    assert verify([store.checks], 0, 1.0)[0] == Checked(PAGES, 3, 3 * LENGTH)
+    assert verify([store.checks], PAGES + 1, 1.0)[0] == Checked(PAGES + 1)
 
 
 class ManualStop:

@@ -101,7 +101,7 @@ def test_a_node_cannot_speak_for_a_segment_of_another(service):
 def test_a_grant_whose_session_ends_while_it_is_opened_frees_none_of_its_victims(node, store, monkeypatch):
     [slot], [generation] = node.write()
     _, grant = node.reserve(blocks=2)
-    monkeypatch.setattr(store._book, "learn", lambda _: node.join())
+    monkeypatch.setattr(store.book, "learn", lambda _: node.join())
 
     with pytest.raises(ProtocolError, match="another session"):
         store.prepare(grant, WRITER)

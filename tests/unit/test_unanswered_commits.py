@@ -41,7 +41,7 @@ def test_in_doubt_the_control_loop_ends_its_session(store):
     store.in_doubt = True
     with grpc.insecure_channel("127.0.0.1:1") as channel:
         link = SimpleNamespace(channel=channel)
-        control = Control("n0", 1, [], store, None, link, common_pb2.Scrub, copier=None, on_leave=None)
+        control = Control("n0", 1, [], store, link, common_pb2.Scrub, copier=None, on_leave=None)
         control._call = Call()
         control._beat(0.001, threading.Event())  # returns: the session is over
     assert control._call.cancelled.is_set()

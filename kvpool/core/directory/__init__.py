@@ -17,12 +17,13 @@ from kvpool.core.directory.results import (
     Share,
     Want,
 )
-from kvpool.core.directory.segments import Segment
+from kvpool.core.directory.segments import DISK, Segment
 from kvpool.core.directory.state import DirectoryConfig
 from kvpool.core.directory.table import BlockState
 from kvpool.core.directory.tombstones import Cause, MissReason
 
 __all__ = [
+    "DISK",
     "LEASE_MARGIN_S",
     "AnnouncedBlock",
     "BlockState",

@@ -9,8 +9,8 @@ from kvpool.core.directory.copies import Copy
 from kvpool.core.directory.outbox import Outbox
 from kvpool.core.directory.results import CommitStatus
 from kvpool.core.directory.segments import Segment
-from kvpool.core.directory.state import DirectoryState
-from kvpool.core.directory.table import NIL, NO_SLOT
+from kvpool.core.directory.state import DirectoryState, NamespaceEntry
+from kvpool.core.directory.table import NIL, NO_SLOT, Reuse
 
 COPY_BLOCKS_MAX = 256
 COPY_BYTES_MAX = 16 << 20
@@ -23,6 +23,11 @@ Written = tuple[bytes, int, int, int, int]
 """(hash, shard, slot, generation, checksum) of one block."""
 
 
+def copy_blocks_max(entry: NamespaceEntry) -> int:
+    """Blocks of a namespace that one copy takes at most."""
+    return min(COPY_BLOCKS_MAX, COPY_BYTES_MAX // entry.slot_bytes or 1)
+
+
 def order_copy(
     state: DirectoryState, rows: Sequence[int], shard: int, source: Segment, destination: Segment, ttl_us: int
 ) -> Copy | None:
@@ -31,7 +36,7 @@ def order_copy(
     As many as fit the destination and the limits of a copy, from the first on; None when that is none of them.
     """
     entry = state.entries[state.blocks.namespace[rows[0]]]
-    most = min(COPY_BLOCKS_MAX, COPY_BYTES_MAX // entry.slot_bytes or 1, destination.free_bytes // entry.slot_bytes)
+    most = min(copy_blocks_max(entry), destination.free_bytes // entry.slot_bytes)
     if most <= 0:
         return None
     copy = Copy(
@@ -108,6 +113,12 @@ def _place(state: DirectoryState, copy: Copy, row: int, slot: int, generation: i
     state.counts["copied_bytes"] += copy.slot_bytes
     if former == NIL:
         state.complete_shard(row)
+    elif copy.destination.is_disk:
+        # What is in memory is surplus from now on: evicting it costs nothing.
+        state.make_primary(placement)
+        state.blocks.reused[row] = Reuse.READ
+        state.counts["demoted_blocks"] += 1
     elif not state.placements.segments[rows.segment[former]].accepts:
         # Its node drains: this copy is to stay when that one goes.
         state.make_primary(placement)
+    state.counts["promoted_blocks"] += copy.source.is_disk

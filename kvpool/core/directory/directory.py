@@ -8,15 +8,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.clock import FOREVER_US, Clock, microseconds
-from kvpool.core.directory import checking, draining, explaining, inventory, lookup, losing, replicating, writing
+from kvpool.core.directory import (
+    checking,
+    draining,
+    explaining,
+    inventory,
+    lookup,
+    losing,
+    replicating,
+    tiering,
+    writing,
+)
 from kvpool.core.directory.copies import Copy
+from kvpool.core.directory.disk import Disk
 from kvpool.core.directory.draining import Drain, Survey
 from kvpool.core.directory.explaining import Explanation, Memory
 from kvpool.core.directory.heat import Demand, HotRun
 from kvpool.core.directory.inventory import Inventory
 from kvpool.core.directory.outbox import Order, Outbox
 from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, Match, ReserveResult
-from kvpool.core.directory.segments import Segment
+from kvpool.core.directory.segments import DISK, Segment
 from kvpool.core.directory.state import DirectoryConfig, DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL
 from kvpool.core.directory.tombstones import Cause, MissReason
@@ -36,6 +47,8 @@ COUNTS = (
     "copied_blocks",
     "copied_bytes",
     "reclaimed_copies",
+    "demoted_blocks",
+    "promoted_blocks",
     "lookups",
     "blocks_asked",
     "blocks_matched",
@@ -81,11 +94,11 @@ class Directory:
 
     # Nodes and segments
 
-    def add_segment(self, segment_id: bytes, node_id: str, capacity_bytes: int) -> int:
+    def add_segment(self, segment_id: bytes, node_id: str, capacity_bytes: int, medium: str = "shm") -> int:
         """Open an empty segment of a node and return its number, the name `Location` uses.
 
         Raises:
-            UsageError: The segment is open already, or its capacity is not positive.
+            UsageError: The segment is open already, its capacity is not positive, or it is the node's second disk.
             CapacityError: Too many segments were opened since the directory was made.
         """
         state = self._state
@@ -95,12 +108,16 @@ class Directory:
             raise UsageError(
                 f"segment {segment_id.hex()} has a capacity of {capacity_bytes} bytes; give at least a page"
             )
+        if medium == DISK and node_id in state.disks:
+            raise UsageError(f"node {node_id!r} has a disk segment already; give it one, of the size that it needs")
         if self._segments_opened >= SEGMENTS_MAX:
             raise CapacityError(f"{SEGMENTS_MAX} segments were opened, the limit; restart the metadata service")
-        segment = Segment(self._segments_opened, segment_id, node_id, capacity_bytes)
+        segment = Segment(self._segments_opened, segment_id, node_id, capacity_bytes, medium)
         self._segments_opened += 1
         state.segments_by_id[segment_id] = segment
         state.placements.add_segment(segment)
+        if segment.is_disk:
+            state.disks[node_id] = Disk(segment)
         state.outboxes.setdefault(node_id, Outbox())
         return segment.number
 
@@ -134,7 +151,7 @@ class Directory:
         change = min(size_bytes, whole_bytes - PAGE_BYTES) - segment.out_of_use_bytes
         segment.out_of_use_bytes += change
         segment.capacity_bytes -= change
-        self._state.placements.capacity_bytes -= change
+        segment.totals.capacity_bytes -= change
 
     def set_accepting(self, segment_id: bytes, *, accepting: bool) -> None:
         """Whether new blocks may be placed on the segment (a draining node's may not)."""
@@ -297,6 +314,15 @@ class Directory:
         """
         return replicating.replicate(self._state, run, ttl_s)
 
+    @property
+    def tiers_wait(self) -> bool:
+        """Whether anything may wait to be copied between memory and disk."""
+        return tiering.has_work(self._state)
+
+    def move_tiers(self, ttl_s: float) -> int:
+        """Order one copy from memory to disk or back; the blocks ordered, 0 when there is no more to do now."""
+        return tiering.advance(self._state, ttl_s)
+
     def survey(self, node_id: str) -> Survey:
         """What lies on a node, as it is now; putting it in order needs no lock."""
         return draining.survey(self._state, node_id)
@@ -338,14 +364,16 @@ class Directory:
         return DirectoryStats(
             namespaces=len(state.entries),
             blocks=state.blocks.live,
-            capacity_bytes=state.placements.capacity_bytes,
-            used_bytes=state.placements.used_bytes,
+            capacity_bytes=state.placements.memory.capacity_bytes,
+            used_bytes=state.placements.memory.used_bytes,
+            disk_capacity_bytes=state.placements.disk.capacity_bytes,
+            disk_used_bytes=state.placements.disk.used_bytes,
             reservations=len(state.reservations),
             leases=len(state.leases),
             leased_bytes=state.leases.held_bytes,
             orders_pending=sum(len(outbox) for outbox in state.outboxes.values()),
             surplus_blocks=sum(segment.surplus_blocks for segment in state.placements.segments.values()),
-            surplus_bytes=state.placements.surplus_bytes,
+            surplus_bytes=state.placements.memory.surplus_bytes + state.placements.disk.surplus_bytes,
             copies=len(state.copies),
             **{name: counts[name] for name in COUNTS},
         )

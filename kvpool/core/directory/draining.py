@@ -167,4 +167,4 @@ def _prefer_elsewhere(state: DirectoryState, row: int, shard: int) -> None:
 
 
 def _may_take(segment: Segment, node_id: str, slot_bytes: int) -> bool:
-    return segment.accepts and segment.node_id != node_id and segment.free_bytes >= slot_bytes
+    return segment.takes_new and segment.node_id != node_id and segment.free_bytes >= slot_bytes

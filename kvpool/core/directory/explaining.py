@@ -18,7 +18,8 @@ class Explanation:
     Attributes:
         reason: None when it can be matched.
         cause: What made it leave, if it left.
-        nodes: Where it is, or was before it left; of a block in flight, where it is being written.
+        nodes: Where it is (and whether on disk alone), or was before it left; of a block in flight, where it is being
+            written.
         ago_s: Since it left, or was last used.
         idle_s: How long it had not been used when it left.
         fill: Used share of the pool's capacity when it left.
@@ -101,7 +102,10 @@ def _nodes(state: DirectoryState, row: int) -> tuple[str, ...]:
     rows, segments = state.placements.rows, state.placements.segments
     in_flight = state.blocks.state[row] == BlockState.IN_FLIGHT
     placed = [p for p in state.placements.of_block(row) if in_flight or rows.slot[p] != NO_SLOT]
-    return tuple(sorted({segments[rows.segment[p]].node_id for p in placed}))
+    here = [segments[rows.segment[p]] for p in placed]
+    in_memory = {segment.node_id for segment in here if not segment.is_disk}
+    on_disk = {segment.node_id for segment in here if segment.is_disk}
+    return tuple(sorted([*in_memory, *(f"{node_id} (disk)" for node_id in on_disk - in_memory)]))
 
 
 def _since(state: DirectoryState, at_us: int) -> float:

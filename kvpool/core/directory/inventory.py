@@ -170,6 +170,8 @@ def _place_announced(
     rows.checksum[placement] = block.checksum
     if not known:
         state.complete_shard(row)
+    elif segment.is_disk:
+        state.make_primary(placement)
     elif not state.placements.segments[rows.segment[state.placements.primary(row, block.shard)]].open:
         state.make_primary(placement)  # the other one goes with the rest of its lost segment
     return True

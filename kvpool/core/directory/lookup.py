@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvpool.core.clock import microseconds
+from kvpool.core.directory import tiering
 from kvpool.core.directory.chains import Index
 from kvpool.core.directory.results import Location, Match
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
@@ -139,9 +140,10 @@ def _within_cap(
     state: DirectoryState, entry: NamespaceEntry, index: Index, hashes: bytes, first: int, matched: int
 ) -> int:
     """Blocks of a match that may be leased: all while there is room, else what the cap allows."""
-    capacity_bytes = state.placements.capacity_bytes
+    memory = state.placements.memory
+    capacity_bytes = memory.capacity_bytes
     # Surplus copies give way to whatever comes: they make no pool full.
-    if state.placements.used_bytes - state.placements.surplus_bytes <= state.config.pressure * capacity_bytes:
+    if memory.used_bytes - memory.surplus_bytes <= state.config.pressure * capacity_bytes:
         return matched
     state.leases.expire(state.now_us())
     spare_bytes = int(state.config.lease_cap * capacity_bytes) - state.leases.held_bytes
@@ -170,7 +172,10 @@ def _gather(
 ) -> Location:
     rows = state.placements.rows
     block_rows = _visible_rows(state, index, hashes, first, end)
-    state.heat.note(block_rows, state.now_us())
+    now_us = state.now_us()
+    state.heat.note(block_rows, now_us)
+    if state.disks and block_rows:
+        tiering.note_reads(state, block_rows, now_us)
     block: Sequence[int] = range(len(block_rows))
     heads: Sequence[int] = _take(state.blocks.placement, block_rows)
     if any(link != NIL for link in _take(rows.next, heads)):

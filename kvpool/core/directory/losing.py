@@ -39,6 +39,8 @@ def close_segment(state: DirectoryState, segment: Segment) -> None:
     """Take the segment out of the pool; `drop_lost` drops what lies there."""
     segment.open = segment.accepts = False
     give_up_segment(state, segment)
+    if segment.is_disk:
+        del state.disks[segment.node_id]
     del state.segments_by_id[segment.segment_id]
     state.counts["lost_blocks"] += segment.blocks
     state.lost.append(segment)

@@ -16,6 +16,9 @@ from kvpool.core.eviction import DORMANT, Candidate, EvictionPolicy
 FILL_SLACK = 0.05
 """How much fuller than the mean the parent's segment may be and still be preferred."""
 
+BELOW_MAX = 8
+"""Blocks that may leave the disks for one that finds memory held: a few, since it may be held by leases."""
+
 
 class Placer:
     """Chooses segments, evicting through ``evict`` what must go.
@@ -44,12 +47,16 @@ class Placer:
 
     def choose(self, slot_bytes: int, near: Segment | None, now_us: int) -> Segment | None:
         """A segment with room for ``slot_bytes``, after evicting if it must be; None when everything is held."""
+        tries_below = BELOW_MAX
         while True:
             segment = self._with_room(slot_bytes, near)
             if segment is not None:
                 return segment
-            if not self._make_room(slot_bytes, near, now_us):
+            if self._make_room(slot_bytes, near, now_us):
+                continue
+            if not tries_below or not self._make_room_below(now_us):
                 return None
+            tries_below -= 1
 
     def make_room_on(self, segment: Segment, now_us: int) -> bool:
         """Give up the first thing that may go on a segment whose free pages are scattered; False when all is held."""
@@ -64,28 +71,37 @@ class Placer:
         if segment is None:
             return None
         placements = self._placements
-        level = (placements.used_bytes / placements.capacity_bytes + FILL_SLACK) * segment.capacity_bytes
+        memory = placements.memory
+        level = (memory.used_bytes / memory.capacity_bytes + FILL_SLACK) * segment.capacity_bytes
         before_level = int(level - segment.used_bytes) // slot_bytes
         return segment, max(1, min(most, segment.free_bytes // slot_bytes, before_level))
 
     def _with_room(self, slot_bytes: int, near: Segment | None) -> Segment | None:
-        placements = self._placements
-        if placements.capacity_bytes - placements.used_bytes < slot_bytes:
+        placements, memory = self._placements, self._placements.memory
+        if memory.capacity_bytes - memory.used_bytes < slot_bytes:
             return None
-        if near is not None and near.accepts and near.capacity_bytes - near.used_bytes >= slot_bytes:
-            mean = placements.used_bytes / placements.capacity_bytes
+        if near is not None and near.takes_new and near.capacity_bytes - near.used_bytes >= slot_bytes:
+            mean = memory.used_bytes / memory.capacity_bytes
             if near.used_bytes <= (mean + FILL_SLACK) * near.capacity_bytes:
                 return near
-        roomy = [s for s in placements.segments.values() if s.accepts and s.free_bytes >= slot_bytes]
+        roomy = [s for s in placements.segments.values() if s.takes_new and s.free_bytes >= slot_bytes]
         return min(roomy, key=_emptiness, default=None)
 
     def _make_room(self, slot_bytes: int, near: Segment | None, now_us: int) -> bool:
         """Give up the first thing that may go in the whole pool; False when everything is held."""
         victim = self._victim(slot_bytes, near, now_us)
-        if victim is not None and not self._placements.surplus_bytes:  # nearly always
+        if victim is not None and not self._placements.memory.surplus_bytes:  # nearly always
             self._evict(victim.row, Cause.ROOM)
             return True
-        return self._give_up(victim, self._with_surplus(slot_bytes, near, now_us), Cause.ROOM)
+        return self._give_up(victim, self._with_surplus(slot_bytes, near, victim, now_us), Cause.ROOM)
+
+    def _make_room_below(self, now_us: int) -> bool:
+        """Give up the oldest leaf on disk: nothing in memory may go, perhaps since it all has children on disk."""
+        disks = (s for s in self._placements.segments.values() if s.is_disk and s.open and s.spared_until_us <= now_us)
+        oldest = min((first for s in disks if (first := self._policy.first(s.number, now_us))), default=None)
+        if oldest is not None:
+            self._evict(oldest.row, Cause.ROOM)
+        return oldest is not None
 
     def _give_up(self, victim: Candidate | None, segment: Segment | None, cause: Cause) -> bool:
         """The victim if it is dormant, else the oldest surplus copy of ``segment``, else the victim after all."""
@@ -98,12 +114,15 @@ class Placer:
             return False
         return True
 
-    def _with_surplus(self, slot_bytes: int, near: Segment | None, now_us: int) -> Segment | None:
+    def _with_surplus(
+        self, slot_bytes: int, near: Segment | None, victim: Candidate | None, now_us: int
+    ) -> Segment | None:
         """The segment to take a surplus copy from: the parent's, else the one with the most."""
         some = [
             s
             for s in self._placements.segments.values()
-            if s.last_surplus != NIL and s.accepts and s.capacity_bytes >= slot_bytes and s.spared_until_us <= now_us
+            if s.last_surplus != NIL and s.takes_new and s.capacity_bytes >= slot_bytes and s.spared_until_us <= now_us
+            if victim is None or self._placements.is_due(s.last_surplus, victim.last_use_us)
         ]
         return near if near in some else max(some, key=_surplus, default=None)
 
@@ -111,7 +130,7 @@ class Placer:
         firsts = {
             number: first
             for number, segment in self._placements.segments.items()
-            if segment.accepts and segment.capacity_bytes >= slot_bytes and segment.spared_until_us <= now_us
+            if segment.takes_new and segment.capacity_bytes >= slot_bytes and segment.spared_until_us <= now_us
             if (first := self._policy.first(number, now_us)) is not None
         }
         if not firsts:

@@ -47,7 +47,10 @@ def _still_a_chain(state: DirectoryState, rows: tuple[int, ...]) -> list[int]:
 
 
 def _source(state: DirectoryState, row: int, shard: int) -> Segment:
-    return state.placements.segments[state.placements.rows.segment[state.placements.primary(row, shard)]]
+    """Where to read it: the oldest copy in memory, else the one on disk."""
+    rows, segments = state.placements.rows, state.placements.segments
+    here = [segments[rows.segment[p]] for p in state.placements.of_block(row) if rows.shard[p] == shard]
+    return next((segment for segment in reversed(here) if segment.open and not segment.is_disk), here[-1])
 
 
 def _destination(state: DirectoryState, row: int, shard: int) -> Segment | None:
@@ -56,7 +59,7 @@ def _destination(state: DirectoryState, row: int, shard: int) -> Segment | None:
     able = [
         segment
         for segment in state.placements.segments.values()
-        if segment.accepts and segment.node_id not in held and _budget_bytes(state, segment) >= slot_bytes
+        if segment.takes_new and segment.node_id not in held and _budget_bytes(state, segment) >= slot_bytes
         if state.copies.count_to(segment) < COPIES_OPEN_MAX
     ]
     return min(able, key=lambda segment: (segment.fill, segment.number), default=None)

@@ -106,12 +106,14 @@ class ReserveResult:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryStats:
-    """Counts and bytes, at one moment."""
+    """Counts and bytes, at one moment; capacity and use are those of memory unless they say disk."""
 
     namespaces: int
     blocks: int
     capacity_bytes: int
     used_bytes: int
+    disk_capacity_bytes: int
+    disk_used_bytes: int
     reservations: int
     leases: int
     leased_bytes: int
@@ -128,6 +130,8 @@ class DirectoryStats:
     copied_blocks: int
     copied_bytes: int
     reclaimed_copies: int
+    demoted_blocks: int
+    promoted_blocks: int
     lookups: int
     blocks_asked: int
     blocks_matched: int

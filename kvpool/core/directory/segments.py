@@ -2,12 +2,24 @@
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.core.directory.table import NEVER_US, NIL, BlockTable, PlacementTable, Rows, view
+from kvpool.core.directory.table import NEVER_US, NIL, BlockTable, PlacementTable, Reuse, Rows, view
+
+DISK = "disk"
+"""The medium that new blocks are never written to: copies come there from memory, and go back when they are read."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over all segments of one tier."""
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    surplus_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -17,6 +29,8 @@ class Segment:
     Attributes:
         number: The directory's short name for it; never reused while the directory lives.
         capacity_bytes: Bytes its slots may take.
+        medium: What it is made of; `DISK` is the tier below memory.
+        totals: Of its tier.
         used_bytes: Sum of the slots of its placements, reserved and committed, and of what is promised to copies.
         out_of_use_bytes: What bad memory, and memory that rests, has taken off the capacity.
         open: False once it is lost: it is emptied, and nothing else has to do with it.
@@ -34,6 +48,8 @@ class Segment:
     segment_id: bytes
     node_id: str
     capacity_bytes: int
+    medium: str = "shm"
+    totals: Totals = field(default_factory=Totals)
     used_bytes: int = 0
     out_of_use_bytes: int = 0
     open: bool = True
@@ -45,6 +61,16 @@ class Segment:
     blocks: int = 0
     surplus_blocks: int = 0
     surplus_bytes: int = 0
+
+    @property
+    def is_disk(self) -> bool:
+        """Whether it is of the tier below memory."""
+        return self.medium == DISK
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether new blocks may be placed there, and copies for other readers."""
+        return self.accepts and self.medium != DISK
 
     @property
     def free_bytes(self) -> int:
@@ -69,15 +95,15 @@ class Placements:
     def __init__(self, blocks: BlockTable) -> None:
         self.rows = PlacementTable()
         self.segments: dict[int, Segment] = {}
-        self.capacity_bytes = 0
-        self.used_bytes = 0
-        self.surplus_bytes = 0
+        self.memory = Totals()
+        self.disk = Totals()
         self._blocks = blocks
 
     def add_segment(self, segment: Segment) -> None:
         """Open an empty segment."""
         self.segments[segment.number] = segment
-        self.capacity_bytes += segment.capacity_bytes
+        segment.totals = self.disk if segment.is_disk else self.memory
+        segment.totals.capacity_bytes += segment.capacity_bytes
 
     def remove_segment(self, segment: Segment) -> None:
         """Close a segment whose placements are all gone, and the promises with them."""
@@ -85,7 +111,7 @@ class Placements:
         assert segment.first_surplus == NIL
         assert segment.used_bytes == 0
         del self.segments[segment.number]
-        self.capacity_bytes -= segment.capacity_bytes
+        segment.totals.capacity_bytes -= segment.capacity_bytes
 
     def add(self, block: int, shard: int, segment: Segment, slot_bytes: int) -> int:
         """Reserve ``slot_bytes`` on ``segment`` for one shard of ``block``; a further copy of it is surplus."""
@@ -99,7 +125,7 @@ class Placements:
         self._push(placement, segment, slot_bytes, is_surplus=is_surplus)
         segment.blocks += 1
         segment.used_bytes += slot_bytes
-        self.used_bytes += slot_bytes
+        segment.totals.used_bytes += slot_bytes
         return placement
 
     def add_run(self, blocks: Rows, shard: int, segment: Segment, slot_bytes: int) -> None:
@@ -123,7 +149,7 @@ class Placements:
         segment.first = following
         segment.blocks += count
         segment.used_bytes += count * slot_bytes
-        self.used_bytes += count * slot_bytes
+        segment.totals.used_bytes += count * slot_bytes
 
     def add_committed(
         self,
@@ -151,7 +177,7 @@ class Placements:
         segment.first = int(placements[-1])
         segment.blocks += count
         segment.used_bytes += count * slot_bytes
-        self.used_bytes += count * slot_bytes
+        segment.totals.used_bytes += count * slot_bytes
 
     def remove(self, placement: int, slot_bytes: int) -> None:
         """Take the placement off its block and its segment and give its bytes back.
@@ -167,7 +193,9 @@ class Placements:
             self._remove_one_of_several(placement, segment, slot_bytes)
         segment.blocks -= 1
         segment.used_bytes -= slot_bytes
-        self.used_bytes -= slot_bytes
+        segment.totals.used_bytes -= slot_bytes
+        if segment.is_disk:
+            self._blocks.reused[block] = Reuse.NONE
         rows.free(placement)
 
     def make_primary(self, placement: int, slot_bytes: int) -> None:
@@ -185,15 +213,37 @@ class Placements:
         self._promote(placement, slot_bytes)
         self._settle_home(block)
 
+    def freshen(self, placement: int, slot_bytes: int) -> None:
+        """A surplus copy was read: it goes after those of its segment that were not."""
+        segment = self.segments[self.rows.segment[placement]]
+        if segment.first_surplus != placement:
+            self._pull(placement, segment, slot_bytes, is_surplus=True)
+            self._push(placement, segment, slot_bytes, is_surplus=True)
+
+    def is_on_disk(self, block: int) -> bool:
+        """Whether the oldest primary copy of ``block`` lies on disk: what is in memory of it is surplus."""
+        home = self.segments.get(self._blocks.home_segment[block])
+        return home is not None and home.is_disk and self._blocks.placement[block] != NIL
+
+    def is_due(self, surplus: int, last_use_us: int) -> bool:
+        """Whether a surplus copy should go before a block last used then: what is on disk too goes by its age."""
+        block = self.rows.block[surplus]
+        return not self.is_on_disk(block) or self._blocks.last_use_us[block] <= last_use_us
+
+    def memory_of(self, node_id: str) -> Segment | None:
+        """The open segment of a node that new blocks are written to."""
+        own = (s for s in self.segments.values() if s.open and s.node_id == node_id and not s.is_disk)
+        return next(own, None)
+
     def promise(self, segment: Segment, size_bytes: int) -> None:
         """Account for bytes that will be used on ``segment``."""
         segment.used_bytes += size_bytes
-        self.used_bytes += size_bytes
+        segment.totals.used_bytes += size_bytes
 
     def withdraw(self, segment: Segment, size_bytes: int) -> None:
         """Undo `promise`."""
         segment.used_bytes -= size_bytes
-        self.used_bytes -= size_bytes
+        segment.totals.used_bytes -= size_bytes
 
     def primary(self, block: int, shard: int) -> int:
         """The primary copy of ``shard`` of ``block``, or NIL."""
@@ -248,7 +298,11 @@ class Placements:
 
     def check_integrity(self) -> None:
         """Assert that each copy is on the list that it belongs on, and blocks wait where their last copy lies."""
-        assert self.surplus_bytes == sum(segment.surplus_bytes for segment in self.segments.values())
+        for totals in (self.memory, self.disk):
+            tier = [segment for segment in self.segments.values() if segment.totals is totals]
+            assert totals.surplus_bytes == sum(segment.surplus_bytes for segment in tier)
+            assert totals.used_bytes == sum(segment.used_bytes for segment in tier)
+            assert totals.capacity_bytes == sum(segment.capacity_bytes for segment in tier)
         for segment in self.segments.values():
             placements = list(self.of_segment(segment))
             surplus = [placement for placement in placements if self.is_surplus(placement)]
@@ -308,7 +362,7 @@ class Placements:
         segment.first_surplus = placement
         segment.surplus_blocks += 1
         segment.surplus_bytes += slot_bytes
-        self.surplus_bytes += slot_bytes
+        segment.totals.surplus_bytes += slot_bytes
         if following == NIL:
             segment.last_surplus = placement
 
@@ -327,6 +381,6 @@ class Placements:
         if is_surplus:
             segment.surplus_blocks -= 1
             segment.surplus_bytes -= slot_bytes
-            self.surplus_bytes -= slot_bytes
+            segment.totals.surplus_bytes -= slot_bytes
             if after == NIL:
                 segment.last_surplus = before

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from kvpool.core.clock import Clock, microseconds
 from kvpool.core.directory.chains import Chains
 from kvpool.core.directory.copies import Copies, Copy
+from kvpool.core.directory.disk import Disk
 from kvpool.core.directory.heat import Heat
 from kvpool.core.directory.leases import LeaseLedger
 from kvpool.core.directory.outbox import FreeSlot, Outbox
 from kvpool.core.directory.placing import Placer
 from kvpool.core.directory.reservations import Reservations
 from kvpool.core.directory.segments import Placements, Segment
-from kvpool.core.directory.table import NIL, NO_SLOT, BlockState, BlockTable
+from kvpool.core.directory.table import NIL, NO_SLOT, BlockState, BlockTable, Reuse
 from kvpool.core.directory.tombstones import Cause, MissReason, Tombstone, Tombstones
 from kvpool.core.errors import UnknownNamespaceError
 from kvpool.core.eviction import create_policy
@@ -40,6 +41,7 @@ class DirectoryConfig:
         replicas_max: Copies of a block that the pool makes by itself, the first one included; 1 for no others.
         replica_read_rate: Reads of a block a second that bring it one further copy.
         replica_budget: Share of what would be free on a segment without them that further copies may take.
+        demote_fill: Used share of a node's memory from which on what was read goes to its disk too.
     """
 
     policy: str = "lru"
@@ -52,6 +54,7 @@ class DirectoryConfig:
     replicas_max: int = 2
     replica_read_rate: float = 20.0
     replica_budget: float = 0.5
+    demote_fill: float = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ class DirectoryState:
         self.namespaces: dict[bytes, NamespaceEntry] = {}
         self.entries: list[NamespaceEntry] = []
         self.segments_by_id: dict[bytes, Segment] = {}
+        self.disks: dict[str, Disk] = {}
+        """The open disk segments by node, and what waits to be copied to and from them."""
         self.freed: dict[int, deque[FreeSlot]] = {}
         """Latest orders by segment that no grant has carried: the next one there does, so that its slots find room."""
         self.lost: list[Segment] = []
@@ -125,6 +130,13 @@ class DirectoryState:
         row = self.placements.rows.block[placement]
         self._order_free(placement, rest=False)
         self.placements.remove(placement, self._slot_bytes(row))
+
+    def drop_copy(self, placement: int) -> None:
+        """Give up one of several copies of a shard, be it the primary one."""
+        row = self.placements.rows.block[placement]
+        self._order_free(placement, rest=self.blocks.hold_us(row) > self.now_us())
+        self.placements.remove(placement, self._slot_bytes(row))
+        self.policy.changed(row)
 
     def complete_shard(self, row: int) -> None:
         """A lost shard has come back; the block wakes with its last one, if its parent is visible."""
@@ -173,6 +185,8 @@ class DirectoryState:
         """Blocks of ``copy`` that will not be fetched, or just were: take their promised bytes back; how many."""
         given_up = [block_hash for block_hash in hashes if block_hash in copy.rows]
         for block_hash in given_up:
+            if copy.destination.is_disk:
+                self.blocks.reused[copy.rows[block_hash]] = Reuse.NONE  # the next read makes another try
             self.copies.settle(copy, block_hash)
         self.placements.withdraw(copy.destination, len(given_up) * copy.slot_bytes)
         return len(given_up)
@@ -201,7 +215,7 @@ class DirectoryState:
         blocks, placements = self.blocks, self.placements
         home = placements.segments.get(segment)
         node, last_use_us = home.node_id if home is not None else "", blocks.last_use_us[row]
-        pool = placements.used_bytes, placements.capacity_bytes
+        pool = placements.memory.used_bytes, placements.memory.capacity_bytes
         tombstone = Tombstone(reason, self.now_us(), cause, node, last_use_us, *pool)
         self.tombstones.bury(blocks.namespace[row], blocks.hash[row], tombstone)
 

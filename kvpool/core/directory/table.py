@@ -34,6 +34,16 @@ class BlockState(IntEnum):
     """All shards committed, and the parent is visible."""
 
 
+class Reuse(IntEnum):
+    """Whether a block has been read since it was written, and what waits for it since."""
+
+    NONE = 0
+    READ = 1
+    """It waits to be copied to disk, or is there."""
+    WANTED = 2
+    """Read from disk: it waits to be copied to memory."""
+
+
 Rows = Sequence[int]
 """Row numbers; a ``range`` where they follow one another, which lets columns be written as slices."""
 
@@ -57,6 +67,7 @@ class BlockTable:
         self.hash: list[bytes] = []
         self.namespace = array("H")
         self.state = array("B")
+        self.reused = array("B")
         self.missing_shards = array("H")
         self.home_segment = array("H")
         self.parent = array("i")
@@ -84,6 +95,7 @@ class BlockTable:
         self.hash[row] = block_hash
         self.namespace[row] = namespace
         self.state[row] = BlockState.IN_FLIGHT
+        self.reused[row] = Reuse.NONE
         self.missing_shards[row] = shards
         self.parent[row] = NIL
         self.last_use_us[row] = now_us
@@ -123,6 +135,7 @@ class BlockTable:
     def _extend(self, count: int, namespace: int, shards: int, now_us: int) -> None:
         self.namespace.extend(array("H", [namespace]) * count)
         self.state.extend(array("B", [BlockState.IN_FLIGHT]) * count)
+        self.reused.extend(array("B", [Reuse.NONE]) * count)
         self.missing_shards.extend(array("H", [shards]) * count)
         self.home_segment.extend(array("H", [0]) * count)
         unlinked = array("i", [NIL]) * count

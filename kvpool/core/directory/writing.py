@@ -221,7 +221,10 @@ class _Writer:
     def _segment_of(self, row: int) -> Segment | None:
         if row == NIL or self.state.blocks.placement[row] == NIL:
             return None
-        return self.state.placements.segments.get(self.state.blocks.home_segment[row])
+        segment = self.state.placements.segments.get(self.state.blocks.home_segment[row])
+        if segment is not None and segment.is_disk:
+            return self.state.placements.memory_of(segment.node_id)
+        return segment
 
     def _result(self, wants: bytes) -> ReserveResult:
         for number in {number for number, _ in self.shares}:

@@ -10,16 +10,18 @@ class Segment(Protocol):
 
     Attributes:
         segment_id: 16 bytes that stay with the memory over restarts; slots are named by it.
-        medium: ``shm``, later ``vram`` or ``disk``.
+        medium: ``shm`` or ``disk``, later ``vram``.
         size_bytes: Whole pages.
-        payload: All bytes, writable. What is read here is read from the medium itself, since the scrub believes it: a
-            segment on disk must go past the page cache (O_DIRECT) for that.
+        payload: All bytes, writable; none of a segment that is not memory.
     """
 
     segment_id: bytes
     medium: str
     size_bytes: int
     payload: Bytes
+
+    def view(self, page: int, length: int) -> memoryview:
+        """A slot's bytes from the medium itself, past all caches: the scrub believes them. Raises OSError."""
 
     def descriptors(self) -> tuple[int, int]:
         """File descriptors of the payload, read-only and read-write; they stay the segment's."""

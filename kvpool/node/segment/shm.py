@@ -22,6 +22,8 @@ from kvpool.transport.populate import Populator
 
 HUGE_PAGES_STATE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
+NO_ROOM = "choose a smaller --size or enlarge it (docker: --shm-size, mount: -o remount,size=)"
+
 HugePages = Literal["auto", "off", "require"]
 
 log = get_logger(__name__)
@@ -48,7 +50,7 @@ class ShmSegment:
         self.size_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
         if not self.size_bytes:
             raise CapacityError(f"a segment of {size_bytes} bytes holds no page of {PAGE_BYTES}; give a larger size")
-        check_room(path, self.size_bytes)
+        check_room(path, self.size_bytes, NO_ROOM)
         want_huge = _huge_offered(required=hugepages == "require") and hugepages != "off"
         self._write_descriptor = open_private(path, "a segment")
         try:
@@ -61,6 +63,10 @@ class ShmSegment:
             raise
         self.payload: Bytes = np.frombuffer(self._mapping, np.uint8)
         self._populator = Populator(self.payload, writable=True)
+
+    def view(self, page: int, length: int) -> memoryview:
+        """See `Segment.view`: the memory itself."""
+        return self.payload[page * PAGE_BYTES :][:length].data
 
     def descriptors(self) -> tuple[int, int]:
         """See `Segment.descriptors`."""
@@ -77,7 +83,7 @@ class ShmSegment:
             self._mapping.close()
 
 
-def check_room(path: Path, size_bytes: int, beside_bytes: int = 0) -> None:
+def check_room(path: Path, size_bytes: int, fix: str, beside_bytes: int = 0) -> None:
     """Raise CapacityError unless ``size_bytes`` fit at ``path``, in place of what is there, and others beside it."""
     try:
         room = os.statvfs(path.parent)
@@ -89,8 +95,7 @@ def check_room(path: Path, size_bytes: int, beside_bytes: int = 0) -> None:
         beside = f" with {format_size(beside_bytes)} of headers" if beside_bytes else ""
         raise CapacityError(
             f"a segment of {format_size(size_bytes)}{beside} does not fit {path.parent}, which has "
-            f"{format_size(free_bytes)} free; choose a smaller --size or enlarge it "
-            "(docker: --shm-size, mount: -o remount,size=)"
+            f"{format_size(free_bytes)} free; {fix}"
         )
 
 

@@ -300,6 +300,10 @@ class AttachRequest(Message, frozen=True):
     segment_id: bytes
 
 
+NOT_MAPPED = 0
+"""Stands for the size of a segment that nobody maps, since it is on disk: no descriptors follow."""
+
+
 class AttachReply(Message, frozen=True):
     """Size of the payload file; its read-only and read-write descriptors follow as ancillary data of one byte."""
 
