@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvpool.client.far import within_reach
 from kvpool.client.results import Reservation, StoreResult, WriteResult
 from kvpool.core.directory import Want
 from kvpool.core.errors import KvpoolError, UnavailableError, UsageError
@@ -212,7 +213,7 @@ def _write_segment(
                 block_bytes=namespace.block_bytes,
                 shard=grant.shard,
                 hashes=select_hashes(reservation.hashes, some),
-                sources=sources.select(some),
+                sources=within_reach(sources.select(some), transport),
             )
             for grant, some in zip(grants, blocks, strict=True)
         ]

@@ -11,7 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvpool.core.limits import PAGE_BYTES
-from kvpool.transport.blocks import Blocks, Bytes, Pieces
+from kvpool.transport.blocks import Blocks, Bytes, FarBlocks, Pieces
 
 GROUP_BYTES = 1 << 20
 """Neighbouring small blocks are copied together up to this, then hashed one by one: a copy gets faster up to 1 MiB."""
@@ -25,6 +25,8 @@ def load_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds:
 
     The slots must lie within ``payload``.
     """
+    if isinstance(blocks, FarBlocks):
+        return blocks.load(payload, slots.astype(np.uint64) * np.uint64(PAGE_BYTES), seeds, lasting=True)
     length, whole = blocks.block_bytes, blocks.whole
     if whole is None:
         sources = (payload[slot * PAGE_BYTES :][:length] for slot in slots.tolist())
@@ -39,8 +41,11 @@ def load_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds:
 def store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds: list[int]) -> list[int]:
     """Copy the caller's blocks into slots of a mapped segment; the checksum of each block in its slot.
 
-    The slots must lie within ``payload`` and belong to the caller.
+    The slots must lie within ``payload`` and belong to the caller. Of blocks in far memory the checksum is of what was
+    read there.
     """
+    if isinstance(blocks, FarBlocks):
+        return blocks.store(payload, slots.astype(np.uint64) * np.uint64(PAGE_BYTES), seeds, lasting=True)
     length, whole = blocks.block_bytes, blocks.whole
     if whole is None:
         destinations = (payload[slot * PAGE_BYTES :][:length] for slot in slots.tolist())

@@ -62,6 +62,7 @@ class InprocTransport(Transport):
     """A node in this very process."""
 
     name = "inproc"
+    reaches_far = True
 
     def __init__(self, uri: str, _principal: str, incarnation: int, streams: int, _timeout_s: float) -> None:
         store = _stores.get(uri.partition("://")[2])

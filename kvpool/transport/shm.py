@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, UnavailableError
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
-from kvpool.transport.blocks import Bytes
+from kvpool.transport.blocks import Bytes, FarBlocks
 from kvpool.transport.copying import fits, load_slots, store_slots
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
@@ -76,7 +76,10 @@ def read_mapped(payload: Bytes, batch: ReadBatch, streams: Streams) -> bytearray
     def part(first: int, end: int) -> list[int]:
         return load_slots(payload, slots[first:end], destinations.select(range(first, end)), seeds[first:end])
 
-    found = list(chain.from_iterable(streams.split(len(destinations), batch.block_bytes, part)))
+    if isinstance(destinations, FarBlocks):
+        found = part(0, len(destinations))  # one transfer of the device's own
+    else:
+        found = list(chain.from_iterable(streams.split(len(destinations), batch.block_bytes, part)))
     expected = batch.checksums.tolist()
     if found == expected:
         return bytearray(len(found))
@@ -87,6 +90,7 @@ class ShmTransport(Transport):
     """Mapped shared memory of a node on this host, reached through its Unix socket (``shm:///path``)."""
 
     name = "shm"
+    reaches_far = True
 
     def __init__(self, uri: str, principal: str, incarnation: int, streams: int, timeout_s: float) -> None:
         path = uri.partition("://")[2]
