@@ -1,0 +1,371 @@
+"""GPU memory: blocks between a pool's shared memory and a paged cache on a GPU, next to one plain page-locked copy.
+
+The pool's processes are real, every byte is verified, and each measurement is in turns with its limit. The cache is
+four times as large as what is moved, and the blocks lie in it in random order.
+"""
+
+import contextlib
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import xxhash
+
+import kvpool
+from kvpool.bench.measure import GB, compare, elapsed_s, percentile, pool_processes, rounded
+from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.core.limits import HASH_BYTES
+from kvpool.gpu import GpuCache, PageRuns, require_gpu
+
+BLOCKS = 256
+LAYERS = 32
+BLOCK_BYTES = 2 << 20
+MOVED_BYTES = BLOCKS * BLOCK_BYTES
+CACHE_BLOCKS = 4 * BLOCKS
+
+LAYER_FIRST = "layer-first"
+BLOCK_OUTERMOST = "block-outermost"
+TARGETS = {LAYER_FIRST: 0.85, BLOCK_OUTERMOST: 0.9}
+DELAY_TARGET_PERCENT = 2.0
+
+HEADROOM = 1.3
+PIN_TIMEOUT_S = 120.0
+PAUSE_S = 0.02
+_TO_DEVICE = 1
+_TO_HOST = 2
+TIMEOUT_S = 60.0
+DELAY_PAIRS = 48
+PRODUCT_SIZE = 8192
+PRODUCTS = 16
+"""Matrix products of one sample: 8192 cubed in half precision, about 25 ms."""
+
+
+class GpuSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    Attributes:
+        rounds: Times that each transfer is made.
+        delay_pairs: Pairs of samples, alone and beside transfers, for the delay of computing; 0: do not measure it.
+    """
+
+    rounds: int = 5
+    delay_pairs: int = DELAY_PAIRS
+
+
+class GpuRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="gpu"):
+    """One transfer of 256 blocks of 2 MiB.
+
+    Attributes:
+        what: Which.
+        gbps: GB/s, from the call to verified bytes.
+        limit_gbps: Of one plain copy of as many bytes, page-locked and contiguous on both sides.
+        ratio: The median of the ratios of neighbours.
+        target: Least ratio asked for.
+    """
+
+    what: str
+    gbps: float
+    limit_gbps: float
+    ratio: float
+    target: float | None = None
+
+
+class GpuDelayRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="gpu_delay"):
+    """What transfers cost computing.
+
+    Attributes:
+        what: The transfer that runs all the time.
+        percent: By how much longer matrix products take beside it, median of pairs.
+        error_percent: Standard error of that.
+        gbps: GB/s of the transfers meanwhile.
+        target: Most that is asked for.
+    """
+
+    what: str
+    percent: float
+    error_percent: float
+    gbps: float
+    target: float | None = None
+
+
+class GpuNoteRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="gpu_note"):
+    """Another figure of the same run, with its unit."""
+
+    what: str
+    value: float
+    unit: str
+
+
+Row = GpuRow | GpuDelayRow | GpuNoteRow
+
+
+def measure_gpu(settings: GpuSettings) -> Iterator[Row]:
+    """Measure transfers, what they are made of, and what they cost computing.
+
+    Raises:
+        UnavailableError: No CuPy, or no GPU.
+        KvpoolError: A transfer failed, or loaded other bytes than were saved.
+    """
+    cupy = require_gpu()
+    saves = (
+        3 * (settings.rounds + 2) + 4
+    )  # thrice what is loaded, a warm-up, rounds; the first one, three beside computing
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(pool_processes(int(saves * MOVED_BYTES * HEADROOM)))
+        client = stack.enter_context(kvpool.connect(pool.uri, transports=["shm"], timeout_s=TIMEOUT_S))
+        bench = _Bench(cupy, client, (os.getpid(), *pool.pids), settings.rounds)
+        yield _until_page_locked(bench)
+        for layout in (LAYER_FIRST, BLOCK_OUTERMOST):
+            yield from _transfers(_Blocks(bench, layout), TARGETS[layout])
+        yield from _transfers(_Blocks(bench, LAYER_FIRST, copy_engine=False), None)
+        yield _page_by_page(bench)
+        yield from _checksums(bench)
+        if settings.delay_pairs:
+            yield from _delays(bench, settings.delay_pairs)
+
+
+class _Bench:
+    """What all measurements share: a cache's memory, a page-locked buffer, the pool."""
+
+    def __init__(self, cupy: Any, client: kvpool.Client, pids: tuple[int, ...], rounds: int) -> None:  # noqa: ANN401
+        self.cupy = cupy
+        namespace = kvpool.Namespace(model="kvpool-bench", block_tokens=16, block_bytes=BLOCK_BYTES)
+        self.keyspace = client.namespace(namespace)
+        self.pids = pids
+        self.rounds = rounds
+        self.memory = cupy.random.default_rng(1).integers(0, 256, CACHE_BLOCKS * BLOCK_BYTES, np.uint8)
+        self.buffer = cupy.empty(MOVED_BYTES, np.uint8)
+        self.locked = np.frombuffer(cupy.cuda.alloc_pinned_memory(MOVED_BYTES), np.uint8, MOVED_BYTES)
+        self.locked[:] = self.memory[:MOVED_BYTES].get()
+
+    def plain(self, kind: int, step_bytes: int = MOVED_BYTES) -> None:
+        """Copies of ``step_bytes``, each waited for, between page-locked memory and the GPU."""
+        runtime, host, device = self.cupy.cuda.runtime, self.locked.ctypes.data, self.buffer.data.ptr
+        for at in range(0, MOVED_BYTES, step_bytes):
+            to, source = (device, host) if kind == _TO_DEVICE else (host, device)
+            runtime.memcpyAsync(to + at, source + at, step_bytes, kind, 0)
+            runtime.streamSynchronize(0)
+
+
+class _Blocks:
+    """Blocks that are saved, and others that they are loaded into, in a cache of one layout."""
+
+    def __init__(self, bench: _Bench, layout: str, *, copy_engine: bool = True) -> None:
+        self.bench = bench
+        self.layout = layout
+        self.name = layout if copy_engine else f"{layout}, all by kernels"
+        layers = LAYERS if layout == LAYER_FIRST else 1
+        page_bytes = BLOCK_BYTES // layers
+        offsets = tuple(layer * CACHE_BLOCKS * page_bytes for layer in range(layers))
+        runs = PageRuns(offsets, page_bytes, page_bytes, CACHE_BLOCKS)
+        self._cache = GpuCache(bench.memory.data.ptr, runs, owner=bench.memory, copy_engine=copy_engine)
+        self._pages = bench.memory.reshape(layers, CACHE_BLOCKS, page_bytes)
+        order = np.random.default_rng(2).permutation(CACHE_BLOCKS)
+        self._from, self._to = order[:BLOCKS], order[BLOCKS : 2 * BLOCKS]
+        self.saved = b""
+
+    def save(self) -> None:
+        """Save them under names that are new; raises KvpoolError if not all were."""
+        self.saved = os.urandom(HASH_BYTES * BLOCKS)
+        result = self.bench.keyspace.store(self.saved, self._cache.blocks(self._from))
+        if result.stored != BLOCKS:
+            raise KvpoolError(f"only {result.stored} of {BLOCKS} blocks were stored: {result}")
+
+    def load(self) -> None:
+        """Load what was saved last into the other blocks; raises KvpoolError if not all of it was."""
+        result = self.bench.keyspace.load(self.saved, self._cache.blocks(self._to))
+        if result.loaded != BLOCKS:
+            raise KvpoolError(f"only {result.loaded} of {BLOCKS} blocks were loaded: {result.reasons}")
+
+    def clear(self) -> None:
+        """Zeros where blocks are loaded."""
+        self._pages[:, self._to] = 0
+        self.bench.cupy.cuda.runtime.deviceSynchronize()
+
+    def check(self) -> None:
+        """Raises KvpoolError unless the loaded blocks are the saved ones, byte for byte."""
+        cupy = self.bench.cupy
+        for saved, loaded in zip(self._from.tolist(), self._to.tolist(), strict=True):
+            if not cupy.array_equal(self._pages[:, saved], self._pages[:, loaded]):
+                raise KvpoolError(f"block {loaded} is not what was saved from block {saved} ({self.name})")
+
+    def wait_pinned(self) -> None:
+        """Raises UnavailableError unless the segment gets page-locked."""
+        if not self._cache.wait_pinned(PIN_TIMEOUT_S):
+            raise UnavailableError("the pool's shared memory could not be page-locked; see the warning above")
+
+
+def _until_page_locked(bench: _Bench) -> GpuNoteRow:
+    """A first save and load meet both mappings of the segment."""
+    blocks = _Blocks(bench, LAYER_FIRST)
+    began_s = time.perf_counter()
+    blocks.save()
+    blocks.load()
+    blocks.wait_pinned()
+    return GpuNoteRow(what="until both mappings are page-locked", value=time.perf_counter() - began_s, unit="s")
+
+
+def _transfers(blocks: _Blocks, target: float | None) -> Iterator[GpuRow]:
+    bench = blocks.bench
+    blocks.save()
+    blocks.clear()
+    for what, move, kind in (("load", blocks.load, _TO_DEVICE), ("save", blocks.save, _TO_HOST)):
+        compared = compare(move, partial(bench.plain, kind), bench.rounds, bench.pids)
+        yield GpuRow(
+            what=f"{what}, {blocks.name}",
+            gbps=rounded(MOVED_BYTES / GB / percentile(compared.ours_s, 50)),
+            limit_gbps=rounded(MOVED_BYTES / GB / percentile(compared.limit_s, 50)),
+            ratio=rounded(compared.ratio),
+            target=target,
+        )
+        if what == "load":
+            blocks.check()
+    blocks.clear()
+    blocks.load()
+    blocks.check()  # what was saved last
+
+
+def _page_by_page(bench: _Bench) -> GpuNoteRow:
+    took_s = elapsed_s(partial(bench.plain, _TO_DEVICE, BLOCK_BYTES // LAYERS))
+    return GpuNoteRow(what="plain copies of 64 KiB, one at a time", value=MOVED_BYTES / GB / took_s, unit="GB/s")
+
+
+def _checksums(bench: _Bench) -> Iterator[GpuNoteRow]:
+    """What the kernels alone take, and what a processor would."""
+    from kvpool.gpu.kernels import Kernels, sums_bytes  # noqa: PLC0415 - needs CuPy
+
+    cupy, page_bytes = bench.cupy, BLOCK_BYTES // LAYERS
+    runs = PageRuns(tuple(range(0, BLOCK_BYTES * BLOCKS, page_bytes * BLOCKS)), page_bytes, page_bytes, BLOCKS)
+    kernels = Kernels(runs, bench.memory.data.ptr)
+    ids, seeds, found = (cupy.arange(BLOCKS, dtype=np.uint64) for _ in range(3))
+    sums, accumulators = cupy.empty(BLOCKS * sums_bytes(BLOCK_BYTES), np.uint8), cupy.empty((BLOCKS, 8), np.uint64)
+    for name, work in (
+        ("summed over 512 MiB of pages", lambda: kernels.move("sum", ids, 0, seeds, sums.data.ptr)),
+        ("folded, however many blocks", lambda: kernels.finish(sums.data.ptr, seeds, accumulators, found)),
+        (
+            "summed and scattered, the same",
+            lambda: kernels.move("scatter", ids, bench.buffer.data.ptr, seeds, sums.data.ptr),
+        ),
+    ):
+        times_ms = [_on_gpu_ms(cupy, work) for _ in range(bench.rounds + 1)]
+        yield GpuNoteRow(what=f"checksums on the GPU: {name}", value=percentile(times_ms[1:], 50), unit="ms")
+    took_s = elapsed_s(lambda: xxhash.xxh3_64_intdigest(bench.locked.data))
+    yield GpuNoteRow(what="xxh3 of the same on one processor", value=took_s * 1e3, unit="ms")
+
+
+def _on_gpu_ms(cupy: Any, work: Callable[[], None]) -> float:  # noqa: ANN401
+    before, after = cupy.cuda.Event(), cupy.cuda.Event()
+    before.record()
+    work()
+    after.record()
+    after.synchronize()
+    return float(cupy.cuda.get_elapsed_time(before, after))
+
+
+def _delays(bench: _Bench, pairs: int) -> Iterator[GpuDelayRow]:
+    products = _Products(bench.cupy)
+    for layout, copy_engine in ((LAYER_FIRST, True), (BLOCK_OUTERMOST, True), (LAYER_FIRST, False)):
+        blocks = _Blocks(bench, layout, copy_engine=copy_engine)
+        blocks.save()
+        target = DELAY_TARGET_PERCENT if copy_engine else None
+        yield _delay(products, f"load, {blocks.name}", blocks.load, pairs, target)
+    yield _delay(products, "nothing", partial(time.sleep, 0.01), pairs, None)
+
+
+def _delay(products: "_Products", what: str, move: Callable[[], None], pairs: int, target: float | None) -> GpuDelayRow:
+    """Samples alone and beside the transfer, in the order A B B A, so that drifts cancel."""
+    percents: list[float] = []
+    with _Repeated(move) as repeated:
+        for i in range(pairs):
+            times_ms = {beside: products.sample_ms(repeated, beside=beside) for beside in (i % 2 > 0, i % 2 == 0)}
+            percents.append((times_ms[True] / times_ms[False] - 1) * 100)
+    return GpuDelayRow(
+        what=what,
+        percent=statistics.median(percents),
+        error_percent=1.25 * statistics.stdev(percents) / pairs**0.5,
+        gbps=repeated.moves * MOVED_BYTES / GB / repeated.busy_s,
+        target=target,
+    )
+
+
+class _Products:
+    """A large matrix product on a stream of its own: what an engine computes."""
+
+    def __init__(self, cupy: Any) -> None:  # noqa: ANN401
+        self._cupy = cupy
+        generator = cupy.random.default_rng(3)
+        self._factors = [
+            generator.standard_normal((PRODUCT_SIZE, PRODUCT_SIZE), np.float32).astype(np.float16) for _ in range(2)
+        ]
+        self._product = cupy.empty((PRODUCT_SIZE, PRODUCT_SIZE), np.float16)
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        for _ in range(20):
+            self._time_ms()  # until clocks and power have settled
+
+    def sample_ms(self, repeated: "_Repeated", *, beside: bool) -> float:
+        """Time of some products, ``beside`` what is repeated or alone, after the same pause."""
+        time.sleep(PAUSE_S)
+        if not beside:
+            return self._time_ms()
+        with repeated.running():
+            return self._time_ms()
+
+    def _time_ms(self) -> float:
+        with self._stream:
+            return _on_gpu_ms(self._cupy, self._multiply)
+
+    def _multiply(self) -> None:
+        for _ in range(PRODUCTS):
+            self._cupy.matmul(*self._factors, out=self._product)
+
+
+class _Repeated:
+    """Calls ``move`` again and again on a thread, while it is `running`."""
+
+    def __init__(self, move: Callable[[], None]) -> None:
+        self.moves = 0
+        self.busy_s = 0.0
+        self._move = move
+        self._going = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="bench-transfers", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+        self._going.set()
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While transfers are under way; the last one has ended afterwards."""
+        self._idle.clear()
+        self._going.set()
+        try:
+            yield
+        finally:
+            self._going.clear()
+            if not self._idle.wait(TIMEOUT_S):
+                raise UnavailableError(f"a transfer has not ended within {TIMEOUT_S:g} s")
+
+    def _run(self) -> None:
+        while self._going.wait() and not self._ended:
+            began_s = time.perf_counter()
+            try:
+                while self._going.is_set():
+                    self._move()
+                    self.moves += 1
+            finally:
+                self.busy_s += time.perf_counter() - began_s
+                self._idle.set()
