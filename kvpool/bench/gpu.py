@@ -169,13 +169,24 @@ class _Blocks:
         order = np.random.default_rng(2).permutation(CACHE_BLOCKS)
         self._from, self._to = order[:BLOCKS], order[BLOCKS : 2 * BLOCKS]
         self.saved = b""
+        self._reservation: kvpool.Reservation | None = None
+
+    def reserve(self) -> None:
+        """Reserve places for them under names that are new."""
+        self.saved = os.urandom(HASH_BYTES * BLOCKS)
+        self._reservation = self.bench.keyspace.reserve(self.saved)
+
+    def write(self) -> None:
+        """Save them in the places reserved, as an engine's worker does; raises KvpoolError if not all were."""
+        assert self._reservation is not None
+        written = self.bench.keyspace.write(self._reservation, self._cache.blocks(self._from))
+        if len(written.committed) != BLOCKS:
+            raise KvpoolError(f"only {len(written.committed)} of {BLOCKS} blocks were saved: {written}")
 
     def save(self) -> None:
-        """Save them under names that are new; raises KvpoolError if not all were."""
-        self.saved = os.urandom(HASH_BYTES * BLOCKS)
-        result = self.bench.keyspace.store(self.saved, self._cache.blocks(self._from))
-        if result.stored != BLOCKS:
-            raise KvpoolError(f"only {result.stored} of {BLOCKS} blocks were stored: {result}")
+        """Both."""
+        self.reserve()
+        self.write()
 
     def load(self) -> None:
         """Load what was saved last into the other blocks; raises KvpoolError if not all of it was."""
@@ -214,9 +225,11 @@ def _until_page_locked(bench: _Bench) -> GpuNoteRow:
 def _transfers(blocks: _Blocks, target: float | None) -> Iterator[GpuRow]:
     bench = blocks.bench
     blocks.save()
-    blocks.clear()
-    for what, move, kind in (("load", blocks.load, _TO_DEVICE), ("save", blocks.save, _TO_HOST)):
-        compared = compare(move, partial(bench.plain, kind), bench.rounds, bench.pids)
+    for what, move, prepare, kind in (
+        ("load", blocks.load, blocks.clear, _TO_DEVICE),
+        ("save", blocks.write, blocks.reserve, _TO_HOST),
+    ):
+        compared = compare(move, partial(bench.plain, kind), bench.rounds, bench.pids, prepare)
         yield GpuRow(
             what=f"{what}, {blocks.name}",
             gbps=rounded(MOVED_BYTES / GB / percentile(compared.ours_s, 50)),

@@ -43,7 +43,8 @@ def within_reach(sources: Blocks, transport: Transport) -> Blocks:
         return sources
     count, length = len(sources), sources.block_bytes
     staging = np.empty(count * length, np.uint8)
-    sources.store(staging, np.arange(count, dtype=np.uint64) * np.uint64(length), [0] * count, lasting=False)
+    starts = np.arange(count, dtype=np.uint64) * np.uint64(length)
+    sources.begin_store(staging, starts, [0] * count, lasting=False)()
     return Blocks(length, whole=staging)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvpool.core.errors import InvalidBufferError, UnavailableError
 from kvpool.gpu.layout import PageRuns, check_for_gpu
 from kvpool.gpu.need import require_gpu
-from kvpool.transport.blocks import Bytes, FarBlocks
+from kvpool.transport.blocks import Bytes, FarBlocks, Stored
 
 
 class GpuCache:
@@ -46,7 +46,7 @@ class GpuCache:
         # Imported here: these need CuPy, and whoever has no GPU need not have it.
         from kvpool.gpu.copies import CopyEngine  # noqa: PLC0415
         from kvpool.gpu.kernels import Kernels  # noqa: PLC0415
-        from kvpool.gpu.lanes import Lane  # noqa: PLC0415
+        from kvpool.gpu.lanes import TO_GPU, TO_HOST, Lane  # noqa: PLC0415
 
         self.runs = runs
         self._owner = owner
@@ -60,7 +60,9 @@ class GpuCache:
         try:
             with cupy.cuda.Device(self._device):
                 kernels = Kernels(runs, address)
-                self._loads, self._stores = (Lane(runs, address, kernels, engine, self._device) for _ in range(2))
+                self._loads, self._stores = (
+                    Lane(way, runs, address, kernels, engine, self._device) for way in (TO_GPU, TO_HOST)
+                )
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise MemoryError(f"no GPU memory is left for staging: {error}") from error
 
@@ -127,8 +129,8 @@ class GpuBlocks(FarBlocks):
 
     def load(self, memory: Bytes, starts: NDArray[np.uint64], seeds: list[int], *, lasting: bool) -> list[int]:
         """See `FarBlocks.load`."""
-        return self._cache._loads.load(memory, starts, self._ids, seeds, lasting=lasting)
+        return self._cache._loads.begin(memory, starts, self._ids, seeds, lasting=lasting)()
 
-    def store(self, memory: Bytes, starts: NDArray[np.uint64], seeds: list[int], *, lasting: bool) -> list[int]:
-        """See `FarBlocks.store`."""
-        return self._cache._stores.store(memory, starts, self._ids, seeds, lasting=lasting)
+    def begin_store(self, memory: Bytes, starts: NDArray[np.uint64], seeds: list[int], *, lasting: bool) -> Stored:
+        """See `FarBlocks.begin_store`."""
+        return self._cache._stores.begin(memory, starts, self._ids, seeds, lasting=lasting)

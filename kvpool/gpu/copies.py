@@ -20,6 +20,10 @@ class Copies:
     device: Addresses
     size_bytes: Addresses
 
+    def part(self, first: int, end: int) -> "Copies":
+        """The copies from ``first`` to before ``end``."""
+        return Copies(self.host[first:end], self.device[first:end], self.size_bytes[first:end])
+
     def within(self, origin: int, piece_bytes: int) -> "Copies":
         """The same copies, none across a border of the pieces that host memory is page-locked in.
 

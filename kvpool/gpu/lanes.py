@@ -10,6 +10,8 @@ Nothing here uses the compute stream or waits on it: callers wait for what compu
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import cupy
@@ -21,7 +23,7 @@ from kvpool.gpu.copies import Addresses, Copies, CopyEngine, packed_copies, page
 from kvpool.gpu.kernels import Kernels, sums_bytes
 from kvpool.gpu.layout import PageRuns
 from kvpool.gpu.pinning import PIECE_BYTES, pinned
-from kvpool.transport.blocks import Bytes
+from kvpool.transport.blocks import Bytes, Stored
 
 CALL_BYTES = 512 << 20
 CALL_BLOCKS = 4_096
@@ -37,14 +39,26 @@ RING = 2
 ENGINE_PAGE_BYTES = 64 << 10
 """Least page for the copy engine: 1 µs of a processor a copy; smaller pages cost it more than the link's time."""
 
-_TO_DEVICE = 1
-_TO_HOST = 2
+TO_GPU = 1
+TO_HOST = 2
+"""Ways, by CUDA's own numbers."""
+
+
+class _Call:
+    """What one call needs of its own: ids, seeds and checksums, here and on the GPU; and when it has ended."""
+
+    def __init__(self, blocks: int) -> None:
+        self.table = cupy.empty((3, blocks), np.uint64)
+        locked = cupy.cuda.alloc_pinned_memory(self.table.nbytes)
+        self.host: NDArray[np.uint64] = np.frombuffer(locked, np.uint64, self.table.size).reshape(3, blocks)
+        self.ends: list[Any] = []
 
 
 class Lane:
-    """Moves blocks one way, one call at a time; each direction of a cache has its own. Thread-safe.
+    """Moves blocks one way; each direction of a cache has its own. Thread-safe: calls follow each other on the GPU.
 
     Args:
+        way: `TO_GPU` or `TO_HOST`.
         runs: The cache's layout, checked.
         address: Of the cache.
         kernels: Compiled for it.
@@ -52,7 +66,10 @@ class Lane:
         device: Number of the GPU.
     """
 
-    def __init__(self, runs: PageRuns, address: int, kernels: Kernels, engine: CopyEngine | None, device: int) -> None:
+    def __init__(
+        self, way: int, runs: PageRuns, address: int, kernels: Kernels, engine: CopyEngine | None, device: int
+    ) -> None:
+        self._way = way
         self._runs = runs
         self._address = address
         self._kernels = kernels
@@ -66,16 +83,15 @@ class Lane:
         self._part_blocks = max(1, PART_BYTES // runs.block_bytes)
         self._check_blocks = max(1, CHECK_BYTES // runs.block_bytes)
         self._staging = cupy.empty(RING * self._part_blocks * runs.block_bytes, np.uint8)
+        self._free: list[Any] = [None] * RING
+        self._parts = 0
         self._sums = cupy.empty(self._call_blocks * sums_bytes(runs.block_bytes), np.uint8)
         self._accumulators = cupy.empty((self._call_blocks, 8), np.uint64)
-        self._table = cupy.empty((3, self._call_blocks), np.uint64)
-        locked = cupy.cuda.alloc_pinned_memory(self._table.nbytes)
-        self._host_table: NDArray[np.uint64] = np.frombuffer(locked, np.uint64, self._table.size)
-        self._host_table = self._host_table.reshape(self._table.shape)
-        cupy.cuda.get_current_stream().synchronize()  # CuPy may still be clearing what it gave out
+        self._calls = [_Call(self._call_blocks)]
+        cupy.cuda.get_current_stream().synchronize()  # CuPy may still be using what it gave out
 
-    def load(self, memory: Bytes, starts: Addresses, ids: Addresses, seeds: list[int], *, lasting: bool) -> list[int]:
-        """Copy blocks that begin at ``starts`` in host memory to blocks ``ids``; the checksums of what arrived.
+    def begin(self, memory: Bytes, starts: Addresses, ids: Addresses, seeds: list[int], *, lasting: bool) -> Stored:
+        """Begin to move blocks ``ids`` from or to ``starts`` in host memory.
 
         Args:
             memory: Host memory.
@@ -84,104 +100,114 @@ class Lane:
             seeds: Of the checksums.
             lasting: Whether ``memory`` is a mapping that will be used again, and worth page-locking.
 
+        Returns:
+            Must be called: waits until all has been moved, and answers the checksums of what the cache holds there.
+
         Raises:
-            UnavailableError: The GPU refuses; what the blocks hold then is not known, but no more is written.
+            UnavailableError: The GPU refuses; what was to be written is not known then, but no more is. The call that
+                waits may raise it too.
         """
-        return self._run(memory, starts, ids, seeds, lasting=lasting, kind=_TO_DEVICE)
-
-    def store(self, memory: Bytes, starts: Addresses, ids: Addresses, seeds: list[int], *, lasting: bool) -> list[int]:
-        """The reverse: the checksums are of what was read from the cache."""
-        return self._run(memory, starts, ids, seeds, lasting=lasting, kind=_TO_HOST)
-
-    def _run(
-        self, memory: Bytes, starts: Addresses, ids: Addresses, seeds: list[int], *, lasting: bool, kind: int
-    ) -> list[int]:
         host = starts + np.uint64(memory.ctypes.data)
         mapping = pinned(memory, self._device) if lasting else None
         direct = self._engine is not None and mapping is not None and mapping.complete
-        origin = mapping.origin if mapping is not None else 0
+        begun: list[tuple[_Call, int]] = []
+        with self._lock, self._errors():
+            for call_range in _spans(len(ids), self._call_blocks):
+                some = slice(call_range.start, call_range.stop)
+                call = self._calls.pop() if self._calls else _Call(self._call_blocks)
+                begun.append((call, len(call_range)))
+                self._begin(call, ids[some], seeds[some])
+                move = self._by_engine if direct else self._by_kernel
+                move(call, host[some], ids[some], mapping.origin if mapping is not None else 0)
+                self._check(call, len(call_range))
+        return partial(self._end, begun)
+
+    def _end(self, begun: list[tuple[_Call, int]]) -> list[int]:
         checksums: list[int] = []
-        try:
-            with self._lock, cupy.cuda.Device(self._device):
-                for call in _spans(len(ids), self._call_blocks):
-                    some = slice(call.start, call.stop)
-                    self._begin(ids[some], seeds[some])
-                    move = self._by_engine if direct else self._by_kernel
-                    try:
-                        move(host[some], ids[some], origin, kind)
-                        checksums += self._end(len(call))
-                    except BaseException:
-                        self._rest()  # nothing is written once the caller was told
-                        raise
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise UnavailableError(f"the GPU refuses a transfer: {error}") from error
+        with self._errors():
+            for call, count in begun:
+                for end in call.ends:
+                    end.synchronize()
+                checksums += call.host[2, :count].tolist()
+        self._calls += [call for call, _ in begun]
         return checksums
 
-    def _begin(self, ids: Addresses, seeds: list[int]) -> None:
-        count = len(ids)
-        self._host_table[0, :count] = ids
-        self._host_table[1, :count] = seeds
-        with self._working:
-            for row in (0, 1):
-                self._table[row, :count].set(self._host_table[row, :count])
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """On this lane's GPU; when anything fails, nothing is under way any more."""
+        with cupy.cuda.Device(self._device):
+            try:
+                yield
+            except BaseException as error:
+                with suppress(cupy.cuda.runtime.CUDARuntimeError):
+                    self._copying.synchronize()
+                    self._working.synchronize()
+                if isinstance(error, cupy.cuda.runtime.CUDARuntimeError):
+                    raise UnavailableError(f"the GPU refuses a transfer: {error}") from error
+                raise
 
-    def _end(self, count: int) -> list[int]:
-        """Finish the checksums of a call's blocks, and wait for all of it."""
-        seeds, found = self._table[1, :count], self._table[2, :count]
+    def _begin(self, call: _Call, ids: Addresses, seeds: list[int]) -> None:
+        count = len(ids)
+        call.host[0, :count] = ids
+        call.host[1, :count] = seeds
+        for row in (0, 1):
+            # Its stream named: without, CuPy would copy on the default stream, and wait for what the engine computes.
+            call.table[row, :count].set(call.host[row, :count], stream=self._working)
+
+    def _check(self, call: _Call, count: int) -> None:
+        """Finish the checksums of a call's blocks, once all are summed."""
+        seeds, found = call.table[1, :count], call.table[2, :count]
         with self._working:
             self._kernels.finish(self._sums.data.ptr, seeds, self._accumulators, found)
-            found.get(out=self._host_table[2, :count], blocking=False)
-        self._rest()
-        checksums: list[int] = self._host_table[2, :count].tolist()
-        return checksums
+            found.get(out=call.host[2, :count], blocking=False)
+        call.ends = [_mark(stream, block=True) for stream in (self._copying, self._working)]
 
-    def _by_engine(self, host: Addresses, ids: Addresses, origin: int, kind: int) -> None:
+    def _by_engine(self, call: _Call, host: Addresses, ids: Addresses, origin: int) -> None:
         assert self._engine is not None
+        every, pages = page_copies(self._runs, self._address, ids, host), len(self._runs.offsets)
         for checked in _spans(len(ids), self._check_blocks):
+            if self._way == TO_HOST:
+                self._move("sum", call, checked, 0)
             for part in _spans(len(checked), self._part_blocks):
-                some = slice(checked.start + part.start, checked.start + part.stop)
-                copies = page_copies(self._runs, self._address, ids[some], host[some]).within(origin, PIECE_BYTES)
-                to, source = (copies.device, copies.host) if kind == _TO_DEVICE else (copies.host, copies.device)
+                first, end = checked.start + part.start, checked.start + part.stop
+                copies = every.part(first * pages, end * pages).within(origin, PIECE_BYTES)
+                to, source = (copies.device, copies.host) if self._way == TO_GPU else (copies.host, copies.device)
                 self._engine.copy(to, source, copies.size_bytes, self._copying.ptr)
-            if kind == _TO_DEVICE:
+            if self._way == TO_GPU:
                 self._working.wait_event(_mark(self._copying))
-            self._move("sum", checked, 0)
+                self._move("sum", call, checked, 0)
 
-    def _by_kernel(self, host: Addresses, ids: Addresses, origin: int, kind: int) -> None:
-        part_bytes = self._part_blocks * self._runs.block_bytes
-        free: list[Any] = [None] * RING
-        for n, part in enumerate(_spans(len(ids), self._part_blocks)):
-            at = self._staging.data.ptr + n % RING * part_bytes
+    def _by_kernel(self, call: _Call, host: Addresses, ids: Addresses, origin: int) -> None:
+        for part in _spans(len(ids), self._part_blocks):
+            buffer, self._parts = self._parts % RING, self._parts + 1
+            at = self._staging.data.ptr + buffer * self._part_blocks * self._runs.block_bytes
             copies = packed_copies(self._runs.block_bytes, at, host[part.start : part.stop]).within(origin, PIECE_BYTES)
-            before, after = (self._copying, self._working) if kind == _TO_DEVICE else (self._working, self._copying)
-            if free[n % RING] is not None:
-                before.wait_event(free[n % RING])
-            if kind == _TO_DEVICE:
-                self._copy(copies, kind)
-                after.wait_event(_mark(before))
-                self._move("scatter", part, at)
+            first, then = (self._copying, self._working) if self._way == TO_GPU else (self._working, self._copying)
+            if self._free[buffer] is not None:
+                first.wait_event(self._free[buffer])
+            if self._way == TO_GPU:
+                self._copy(copies)
             else:
-                self._move("gather", part, at)
-                after.wait_event(_mark(before))
-                self._copy(copies, kind)
-            free[n % RING] = _mark(after)
+                self._move("gather", call, part, at)
+            then.wait_event(_mark(first))
+            if self._way == TO_GPU:
+                self._move("scatter", call, part, at)
+            else:
+                self._copy(copies)
+            self._free[buffer] = _mark(then)
 
-    def _move(self, kernel: str, blocks: range, packed: int) -> None:
+    def _move(self, kernel: str, call: _Call, blocks: range, packed: int) -> None:
         some = slice(blocks.start, blocks.stop)
         sums = self._sums.data.ptr + blocks.start * sums_bytes(self._runs.block_bytes)
         with self._working:
-            self._kernels.move(kernel, self._table[0, some], packed, self._table[1, some], sums)
+            self._kernels.move(kernel, call.table[0, some], packed, call.table[1, some], sums)
 
-    def _copy(self, copies: Copies, kind: int) -> None:
+    def _copy(self, copies: Copies) -> None:
         for host, device, size_bytes in zip(
             copies.host.tolist(), copies.device.tolist(), copies.size_bytes.tolist(), strict=True
         ):
-            to, source = (device, host) if kind == _TO_DEVICE else (host, device)
-            cupy.cuda.runtime.memcpyAsync(to, source, size_bytes, kind, self._copying.ptr)
-
-    def _rest(self) -> None:
-        for stream in (self._copying, self._working):
-            _mark(stream, block=True).synchronize()
+            to, source = (device, host) if self._way == TO_GPU else (host, device)
+            cupy.cuda.runtime.memcpyAsync(to, source, size_bytes, self._way, self._copying.ptr)
 
 
 def _spans(count: int, step: int) -> Iterator[range]:

@@ -4,7 +4,7 @@ Side by side is the fast case: neighbours move in one copy, and nothing is made 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ Pieces = list[memoryview]
 """One block's bytes: flat byte views, in order, together exactly the block's length."""
 
 Bytes = NDArray[np.uint8]
+
+Stored = Callable[[], list[int]]
+"""Waits for copies that were begun; the checksums of their blocks."""
 
 
 class Blocks:
@@ -80,5 +83,9 @@ class FarBlocks(Blocks, ABC):
         """
 
     @abstractmethod
-    def store(self, memory: Bytes, starts: NDArray[np.uint64], seeds: list[int], *, lasting: bool) -> list[int]:
-        """Copy these blocks to ``starts`` in ``memory``; the checksum of each. As `load` else."""
+    def begin_store(self, memory: Bytes, starts: NDArray[np.uint64], seeds: list[int], *, lasting: bool) -> Stored:
+        """Begin to copy these blocks to ``starts`` in ``memory``; as `load` else.
+
+        What is returned must be called before ``memory`` is used or given back: it waits for the copies, and answers
+        the checksum of each block as it was read here.
+        """

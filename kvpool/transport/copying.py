@@ -11,7 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvpool.core.limits import PAGE_BYTES
-from kvpool.transport.blocks import Blocks, Bytes, FarBlocks, Pieces
+from kvpool.transport.blocks import Blocks, Bytes, FarBlocks, Pieces, Stored
 
 GROUP_BYTES = 1 << 20
 """Neighbouring small blocks are copied together up to this, then hashed one by one: a copy gets faster up to 1 MiB."""
@@ -41,11 +41,8 @@ def load_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds:
 def store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds: list[int]) -> list[int]:
     """Copy the caller's blocks into slots of a mapped segment; the checksum of each block in its slot.
 
-    The slots must lie within ``payload`` and belong to the caller. Of blocks in far memory the checksum is of what was
-    read there.
+    The slots must lie within ``payload`` and belong to the caller.
     """
-    if isinstance(blocks, FarBlocks):
-        return blocks.store(payload, slots.astype(np.uint64) * np.uint64(PAGE_BYTES), seeds, lasting=True)
     length, whole = blocks.block_bytes, blocks.whole
     if whole is None:
         destinations = (payload[slot * PAGE_BYTES :][:length] for slot in slots.tolist())
@@ -55,6 +52,14 @@ def store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds
         destination = payload[start : start + (end - first) * length]
         checksums += _copy_run(destination, whole[first * length : end * length], length, seeds[first:end])
     return checksums
+
+
+def begin_store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds: list[int]) -> Stored:
+    """`store_slots`, but blocks in far memory are only begun; what is returned answers the checksums."""
+    if isinstance(blocks, FarBlocks):
+        return blocks.begin_store(payload, slots.astype(np.uint64) * np.uint64(PAGE_BYTES), seeds, lasting=True)
+    checksums = store_slots(payload, slots, blocks, seeds)
+    return lambda: checksums
 
 
 def fits(payload: Bytes, slots: NDArray[np.uint32], length: int) -> bool:

@@ -13,7 +13,7 @@ from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.transport.base import ReadBatch, Transport, WriteBatch, WriteStatus
 from kvpool.transport.blocks import Bytes
-from kvpool.transport.copying import store_slots
+from kvpool.transport.copying import begin_store_slots
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.shm import read_mapped
 from kvpool.transport.streams import Streams
@@ -97,7 +97,8 @@ class InprocTransport(Transport):
                 return statuses
             slots, generations = slots[ready], generations[ready]
             payload, seeds = self._store.payload(batch.segment_id), batch.seeds(generations, blocks)
-            checksums = np.array(store_slots(payload, slots, batch.sources.select(blocks), seeds), np.uint64)
+            stored = begin_store_slots(payload, slots, batch.sources.select(blocks), seeds)
+            checksums = np.array(stored(), np.uint64)
             done = self._store.commit_slots(
                 batch.segment_id, batch.reservation, self._owner, slots, generations, checksums
             )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, UnavailableError
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
 from kvpool.transport.blocks import Bytes, FarBlocks
-from kvpool.transport.copying import fits, load_slots, store_slots
+from kvpool.transport.copying import begin_store_slots, fits, load_slots
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.pool import ConnectionPool
@@ -26,7 +26,7 @@ from kvpool.transport.populate import Populator
 from kvpool.transport.streams import Streams
 from kvpool.transport.wire.connection import Buffers
 from kvpool.transport.wire.messages import AttachReply, AttachRequest, CommitSlotsRequest, Message, pack
-from kvpool.transport.writing import write_grants
+from kvpool.transport.writing import Commit, write_grants
 
 
 class _Mapping:
@@ -115,14 +115,18 @@ class ShmTransport(Transport):
 
         def move(
             batch: WriteBatch, blocks: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]
-        ) -> tuple[Message, Buffers]:
+        ) -> Commit:
             payload = self._mapping(batch.segment_id, deadline).writable()
             if not fits(payload, slots, batch.block_bytes):
                 raise ProtocolError("the node prepared slots outside its own segment")
             seeds = batch.seeds(generations, blocks)
-            checksums = store_slots(payload, slots, batch.sources.select(blocks), seeds)
-            where = (slots.tobytes(), generations.tobytes(), pack(checksums, "<u8"))
-            return CommitSlotsRequest(batch.segment_id, batch.reservation, *where), ()
+            stored = begin_store_slots(payload, slots, batch.sources.select(blocks), seeds)
+
+            def commit() -> tuple[Message, Buffers]:
+                where = (slots.tobytes(), generations.tobytes(), pack(stored(), "<u8"))
+                return CommitSlotsRequest(batch.segment_id, batch.reservation, *where), ()
+
+            return commit
 
         return write_grants(self._connections, batches, move, deadline)
 

@@ -4,7 +4,9 @@ While the node prepares one grant and commits another, the client moves the byte
 each grant's bytes follow as its slots are known, and the commits are collected last.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +14,20 @@ from numpy.typing import NDArray
 from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import ClosedError, KvpoolError
 from kvpool.transport.base import WriteBatch, WriteStatus
+from kvpool.transport.blocks import FarBlocks
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.wire.connection import Buffers, Connection
 from kvpool.transport.wire.messages import Message, PrepareReply, PrepareRequest, Statuses, unpack
 
-Move = Callable[[WriteBatch, list[int], NDArray[np.uint32], NDArray[np.uint64]], tuple[Message, Buffers]]
-"""Moves blocks (indexes) of a batch to their slots and generations, or readies them to be sent as the returned payload;
-the returned message makes the node commit them."""
+Commit = Callable[[], tuple[Message, Buffers]]
+"""Waits until a batch's bytes are where they belong; the message, and payload, that makes the node commit them."""
+
+Move = Callable[[WriteBatch, list[int], NDArray[np.uint32], NDArray[np.uint64]], Commit]
+"""Moves blocks (indexes) of a batch to their slots and generations, or begins to, or readies them to be sent."""
+
+AHEAD = 2
+"""Moves of far memory that are under way while the next begins: the check of one is no time lost to the others."""
 
 
 def write_grants(
@@ -47,23 +55,43 @@ def _write_all(
 ) -> None:
     for batch in batches:
         connection.post(PrepareRequest(batch.grant), deadline.left_s())
-    moved = [_move_one(connection, batch, move, deadline) for batch in batches]
+    moved: list[list[int]] = []
+    moving: deque[Commit] = deque()
+    try:
+        for batch in batches:
+            blocks, commit = _begin_move(connection, batch, move, deadline)
+            moved.append(blocks)
+            if commit is not None:
+                moving.append(commit)
+            while len(moving) > (AHEAD if isinstance(batch.sources, FarBlocks) else 0):
+                _commit(connection, moving, deadline)
+        while moving:
+            _commit(connection, moving, deadline)
+    finally:
+        for commit in moving:
+            with suppress(KvpoolError):
+                commit()  # its slots must not be given back while they are written
     for status, blocks in zip(statuses, moved, strict=True):
         committed = connection.collect(Statuses, deadline.left_s()).statuses if blocks else b""
         _spread(status, blocks, committed)
 
 
-def _move_one(connection: Connection, batch: WriteBatch, move: Move, deadline: Deadline) -> list[int]:
-    """Move what the node has slots for, and ask it to commit; the blocks moved."""
+def _begin_move(
+    connection: Connection, batch: WriteBatch, move: Move, deadline: Deadline
+) -> tuple[list[int], Commit | None]:
+    """Begin to move what the node has slots for; the blocks moved, and what commits them."""
     prepared = connection.collect(PrepareReply, deadline.left_s())
     slots = unpack("slots", prepared.slots, "<u4", len(batch.sources))
     generations = unpack("generations", prepared.generations, "<u8", len(batch.sources))
     ready = np.flatnonzero(slots != NO_SLOT)
     blocks = ready.tolist()
-    if blocks:
-        message, payload = move(batch, blocks, slots[ready], generations[ready])
-        connection.post(message, deadline.left_s(), payload)
-    return blocks
+    return blocks, move(batch, blocks, slots[ready], generations[ready]) if blocks else None
+
+
+def _commit(connection: Connection, moving: deque[Commit], deadline: Deadline) -> None:
+    """Ask the node to commit the move that began first."""
+    message, payload = moving.popleft()()
+    connection.post(message, deadline.left_s(), payload)
 
 
 def _spread(status: bytearray, blocks: list[int], committed: bytes) -> None:

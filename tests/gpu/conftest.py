@@ -34,6 +34,12 @@ def torch(cupy):
     return importlib.import_module("torch")
 
 
+@pytest.fixture(scope="session")
+def pages(torch):
+    """The connector's pages, which need torch."""
+    return importlib.import_module("kvpool_connector.vllm.pages")
+
+
 class Pool:
     """A metadata service and a node as processes; ``segment`` is the node's file of payload bytes."""
 

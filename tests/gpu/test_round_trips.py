@@ -6,7 +6,6 @@ import xxhash
 
 from kvpool.core.errors import InvalidBufferError
 from kvpool.gpu import GpuCache, PageRuns
-from kvpool_connector.vllm.pages import DevicePages, GpuPages, open_pages
 from tests.gpu.conftest import chain, open_blocks, random_bytes
 
 BLOCKS, LAYERS, TOKENS = 40, 4, 16
@@ -31,17 +30,16 @@ def make_caches(torch, layout, dtype, heads, head_bytes):
     return {f"layers.{i}": logical[i] for i in range(LAYERS)}, memory
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "transport"), [*((dtype, "shm") for dtype in DTYPES), ("bfloat16", "tcp")])
 @pytest.mark.parametrize("layout", ORDERS)
 @pytest.mark.parametrize("head_bytes", [512, 2048], ids=["small-pages", "large-pages"])
-def test_what_one_cache_saves_another_loads(torch, clients, layout, dtype, head_bytes, transport):
+def test_what_one_cache_saves_another_loads(torch, pages, clients, layout, dtype, head_bytes, transport):
     """Small pages go through kernels, large ones by the copy engine where a block's page is one run."""
     ours, our_memory = make_caches(torch, layout, dtype, 8, head_bytes)
     theirs, their_memory = make_caches(torch, layout, dtype, 8, head_bytes)
     their_memory.view(torch.uint8).bitwise_xor_(0x5A)
-    source, target = open_pages(ours), open_pages(theirs)
-    assert isinstance(source, GpuPages)
+    source, target = pages.open_pages(ours), pages.open_pages(theirs)
+    assert isinstance(source, pages.GpuPages)
     keyspace, hashes = open_blocks(clients[transport], source.runs.block_bytes), chain(len(SOURCE))
     expected = [cache.view(torch.uint8).clone() for cache in theirs.values()]
     for cache, bytes_of in zip(ours.values(), expected, strict=True):
@@ -78,7 +76,7 @@ def test_checksums_are_xxh3(cupy, page_bytes, layers, copy_engine):
     seeds = [0, 1, 2**64 - 1, 12345, 2**63, 7, 8]
     host = np.zeros((len(SOURCE) + 1) * block_bytes, np.uint8)
     starts = np.array([5, 1, 2, 0, 3, 7, 4], np.uint64) * np.uint64(block_bytes)
-    found = cache.blocks(SOURCE).store(host, starts, seeds, lasting=False)
+    found = cache.blocks(SOURCE).begin_store(host, starts, seeds, lasting=False)()
     assert found == [xxhash.xxh3_64_intdigest(b, seed) for b, seed in zip(expected, seeds, strict=True)]
     assert np.array_equal(host.reshape(-1, block_bytes)[[5, 1, 2, 0, 3, 7, 4]], expected)
     assert cache.blocks(TARGET).load(host, starts, seeds, lasting=False) == found
@@ -104,16 +102,16 @@ def test_what_cannot_be_is_refused(cupy):
         GpuCache.of(np.zeros((8, 1024), np.uint8))
 
 
-def test_without_cupy_torch_moves_the_pages_and_says_so(torch, caplog, monkeypatch):
+def test_without_cupy_torch_moves_the_pages_and_says_so(torch, pages, caplog, monkeypatch):
     """The slow way, with one warning that says what to install."""
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     caches, memory = make_caches(torch, "LBHNC", "bfloat16", 2, 512)
-    pages = open_pages(caches)
-    assert type(pages) is DevicePages
-    assert pages.direct([1]) is None
+    moved = pages.open_pages(caches)
+    assert type(moved) is pages.DevicePages
+    assert moved.direct([1]) is None
     assert "pip install 'kvpool[cuda13]'" in caplog.text
-    out = np.empty((len(SOURCE), pages.runs.block_bytes), np.uint8)
-    pages.gather(SOURCE, out)
-    pages.scatter(TARGET, out)
+    out = np.empty((len(SOURCE), moved.runs.block_bytes), np.uint8)
+    moved.gather(SOURCE, out)
+    moved.scatter(TARGET, out)
     bytes_of = memory.view(torch.uint8).reshape(LAYERS, BLOCKS, -1)
     assert torch.equal(bytes_of[:, TARGET], bytes_of[:, SOURCE])

@@ -46,10 +46,10 @@ class DeviceBlocks(FarBlocks):
             self._move(memory, int(start), i, into=True)
         return self._sums(seeds)
 
-    def store(self, memory, starts, seeds, *, lasting):
+    def begin_store(self, memory, starts, seeds, *, lasting):
         for i, start in zip(self.ids, starts, strict=True):
             self._move(memory, int(start), i, into=False)
-        return self._sums(seeds)
+        return lambda: self._sums(seeds)
 
     def _move(self, memory, start, block, *, into):
         if self.device.refuses:

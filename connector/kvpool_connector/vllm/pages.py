@@ -210,7 +210,7 @@ class GpuPages(DevicePages):
 
     def gather(self, blocks: Sequence[int], out: Bytes) -> None:
         """See `Pages.gather`."""
-        self.direct(blocks).store(out.reshape(-1), self._starts(blocks), [0] * len(blocks), lasting=False)
+        self.direct(blocks).begin_store(out.reshape(-1), self._starts(blocks), [0] * len(blocks), lasting=False)()
 
     def scatter(self, blocks: Sequence[int], data: Bytes) -> None:
         """See `Pages.scatter`."""
