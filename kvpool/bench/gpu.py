@@ -117,7 +117,7 @@ def measure_gpu(settings: GpuSettings) -> Iterator[Row]:
         3 * (settings.rounds + 2) + 4
     )  # thrice what is loaded, a warm-up, rounds; the first one, three beside computing
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(pool_processes(int(saves * MOVED_BYTES * HEADROOM)))
+        pool = stack.enter_context(pool_processes(int(saves * MOVED_BYTES * HEADROOM), meta_unix=True))
         client = stack.enter_context(kvpool.connect(pool.uri, transports=["shm"], timeout_s=TIMEOUT_S))
         bench = _Bench(cupy, client, (os.getpid(), *pool.pids), settings.rounds)
         yield _until_page_locked(bench)
@@ -194,6 +194,11 @@ class _Blocks:
         if result.loaded != BLOCKS:
             raise KvpoolError(f"only {result.loaded} of {BLOCKS} blocks were loaded: {result.reasons}")
 
+    def copy_out(self) -> None:
+        """What a save does on the GPU, into page-locked memory that no pool owns."""
+        starts = np.arange(BLOCKS, dtype=np.uint64) * np.uint64(BLOCK_BYTES)
+        self._cache.blocks(self._from).begin_store(self.bench.locked, starts, [0] * BLOCKS, lasting=False)()
+
     def clear(self) -> None:
         """Zeros where blocks are loaded."""
         self._pages[:, self._to] = 0
@@ -256,14 +261,16 @@ def _checksums(bench: _Bench) -> Iterator[GpuNoteRow]:
     cupy, page_bytes = bench.cupy, BLOCK_BYTES // LAYERS
     runs = PageRuns(tuple(range(0, BLOCK_BYTES * BLOCKS, page_bytes * BLOCKS)), page_bytes, page_bytes, BLOCKS)
     kernels = Kernels(runs, bench.memory.data.ptr)
-    ids, seeds, found = (cupy.arange(BLOCKS, dtype=np.uint64) for _ in range(3))
-    sums, accumulators = cupy.empty(BLOCKS * sums_bytes(BLOCK_BYTES), np.uint8), cupy.empty((BLOCKS, 8), np.uint64)
+    table = cupy.arange(3 * BLOCKS, dtype=np.uint64) % BLOCKS
+    ids, seeds, found = (table.data.ptr + row * BLOCKS * table.itemsize for row in range(3))
+    scratch = cupy.empty(BLOCKS * (sums_bytes(BLOCK_BYTES) + 64), np.uint8)
+    accumulators, sums = scratch.data.ptr, scratch.data.ptr + BLOCKS * 64
     for name, work in (
-        ("summed over 512 MiB of pages", lambda: kernels.move("sum", ids, 0, seeds, sums.data.ptr)),
-        ("folded, however many blocks", lambda: kernels.finish(sums.data.ptr, seeds, accumulators, found)),
+        ("summed over 512 MiB of pages", lambda: kernels.move("sum", BLOCKS, ids, 0, seeds, sums)),
+        ("folded, however many blocks", lambda: kernels.finish(BLOCKS, sums, seeds, accumulators, found)),
         (
             "summed and scattered, the same",
-            lambda: kernels.move("scatter", ids, bench.buffer.data.ptr, seeds, sums.data.ptr),
+            lambda: kernels.move("scatter", BLOCKS, ids, bench.buffer.data.ptr, seeds, sums),
         ),
     ):
         times_ms = [_on_gpu_ms(cupy, work) for _ in range(bench.rounds + 1)]
@@ -288,6 +295,8 @@ def _delays(bench: _Bench, pairs: int) -> Iterator[GpuDelayRow]:
         blocks.save()
         target = DELAY_TARGET_PERCENT if copy_engine else None
         yield _delay(products, f"load, {blocks.name}", blocks.load, pairs, target)
+    blocks = _Blocks(bench, LAYER_FIRST)
+    yield _delay(products, f"save, {blocks.name}", blocks.copy_out, pairs, DELAY_TARGET_PERCENT)
     yield _delay(products, "nothing", partial(time.sleep, 0.01), pairs, None)
 
 

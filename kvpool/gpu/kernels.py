@@ -1,7 +1,6 @@
 """Launching the kernels of `kernels.cu`, compiled for one cache's layout when it is opened (0.1 to 0.7 s)."""
 
 from importlib.resources import files
-from typing import Any
 
 import cupy
 import numpy as np
@@ -41,15 +40,14 @@ class Kernels:
         self._work = 4 * -(-runs.block_bytes // 1024)
         self._multiprocessors: int = cupy.cuda.Device().attributes["MultiProcessorCount"]
 
-    def move(self, name: str, ids: Any, packed: int, seeds: Any, sums: int) -> None:  # noqa: ANN401 - CuPy's arrays
-        """``scatter``, ``gather`` or ``sum`` blocks ``ids``; ``packed`` and ``sums`` are addresses."""
-        blocks = len(ids)
+    def move(self, name: str, blocks: int, ids: int, packed: int, seeds: int, sums: int) -> None:
+        """``scatter``, ``gather`` or ``sum`` blocks; all but the first two arguments are addresses on the GPU."""
         grid = min(self._multiprocessors, -(-blocks * self._work // MOVE_THREADS))
-        where = (ids, np.uint64(packed), seeds, np.uint64(sums), np.uint64(blocks))
+        where = (*map(np.uint64, (ids, packed, seeds, sums, blocks)),)
         self._moves[name]((grid,), (MOVE_THREADS,), (*self._cache, *where))
 
-    def finish(self, sums: int, seeds: Any, accumulators: Any, checksums: Any) -> None:  # noqa: ANN401 - CuPy's arrays
-        """Checksums of the blocks whose sums lie at ``sums``."""
-        blocks, warps = np.uint64(len(seeds)), -(-len(seeds) // FOLD_THREADS)
-        self._fold((8 * warps,), (FOLD_THREADS,), (np.uint64(sums), seeds, accumulators, blocks))
-        self._merge((warps,), (FOLD_THREADS,), (accumulators, seeds, checksums, blocks))
+    def finish(self, blocks: int, sums: int, seeds: int, accumulators: int, checksums: int) -> None:
+        """Checksums of the blocks whose sums lie at ``sums``; all but the first argument are addresses on the GPU."""
+        warps, count = -(-blocks // FOLD_THREADS), np.uint64(blocks)
+        self._fold((8 * warps,), (FOLD_THREADS,), (*map(np.uint64, (sums, seeds, accumulators)), count))
+        self._merge((warps,), (FOLD_THREADS,), (*map(np.uint64, (accumulators, seeds, checksums)), count))

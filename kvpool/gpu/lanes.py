@@ -36,22 +36,50 @@ CHECK_BYTES = 128 << 20
 """Copied bytes that one launch sums: few launches disturb computing little, the last one delays a call little."""
 
 RING = 2
-ENGINE_PAGE_BYTES = 64 << 10
-"""Least page for the copy engine: 1 µs of a processor a copy; smaller pages cost it more than the link's time."""
 
 TO_GPU = 1
 TO_HOST = 2
 """Ways, by CUDA's own numbers."""
 
+ENGINE_PAGE_BYTES = {TO_GPU: 64 << 10, TO_HOST: 256 << 10}
+"""Least page for the copy engine. A copy takes 1 µs of a processor, so smaller ones take longer to list than to move;
+and who saves has more to do meanwhile."""
+
 
 class _Call:
-    """What one call needs of its own: ids, seeds and checksums, here and on the GPU; and when it has ended."""
+    """What one call needs of its own: ids, seeds and checksums, here and on the GPU; and when it has ended.
+
+    Moved by addresses: CuPy's views of arrays and their copies take longer than the link needs for a part.
+    """
 
     def __init__(self, blocks: int) -> None:
-        self.table = cupy.empty((3, blocks), np.uint64)
-        locked = cupy.cuda.alloc_pinned_memory(self.table.nbytes)
-        self.host: NDArray[np.uint64] = np.frombuffer(locked, np.uint64, self.table.size).reshape(3, blocks)
-        self.ends: list[Any] = []
+        self._table = cupy.empty((3, blocks), np.uint64)
+        locked = cupy.cuda.alloc_pinned_memory(self._table.nbytes)
+        self._host: NDArray[np.uint64] = np.frombuffer(locked, np.uint64, self._table.size).reshape(3, blocks)
+        self._row_bytes = blocks * self._table.itemsize
+        self.ids, self.seeds, self.found = (self._table.data.ptr + row * self._row_bytes for row in range(3))
+        self.count = 0
+        self.copied: Any = None
+        self.ended: Any = None
+
+    def send(self, ids: Addresses, seeds: list[int], stream: int) -> None:
+        """Ids and seeds to the GPU."""
+        self.count = len(ids)
+        self._host[0, : self.count] = ids
+        self._host[1, : self.count] = seeds
+        cupy.cuda.runtime.memcpyAsync(self.ids, self._host.ctypes.data, 2 * self._row_bytes, TO_GPU, stream)
+
+    def fetch(self, stream: int) -> None:
+        """Checksums to the host."""
+        to = self._host.ctypes.data + 2 * self._row_bytes
+        cupy.cuda.runtime.memcpyAsync(to, self.found, 8 * self.count, TO_HOST, stream)
+
+    def checksums(self) -> list[int]:
+        """The checksums, once all has been moved and checked: sleeps while it is moved, then looks for the end."""
+        self.copied.synchronize()
+        self.ended.synchronize()
+        found: list[int] = self._host[2, : self.count].tolist()
+        return found
 
 
 class Lane:
@@ -73,7 +101,7 @@ class Lane:
         self._runs = runs
         self._address = address
         self._kernels = kernels
-        self._engine = engine if runs.size_bytes >= ENGINE_PAGE_BYTES else None
+        self._engine = engine if runs.size_bytes >= ENGINE_PAGE_BYTES[way] else None
         self._device = device
         self._lock = threading.Lock()
         self._copying = cupy.cuda.Stream(non_blocking=True)
@@ -110,26 +138,22 @@ class Lane:
         host = starts + np.uint64(memory.ctypes.data)
         mapping = pinned(memory, self._device) if lasting else None
         direct = self._engine is not None and mapping is not None and mapping.complete
-        begun: list[tuple[_Call, int]] = []
+        begun: list[_Call] = []
         with self._lock, self._errors():
-            for call_range in _spans(len(ids), self._call_blocks):
-                some = slice(call_range.start, call_range.stop)
+            for blocks in _spans(len(ids), self._call_blocks):
+                some = slice(blocks.start, blocks.stop)
                 call = self._calls.pop() if self._calls else _Call(self._call_blocks)
-                begun.append((call, len(call_range)))
-                self._begin(call, ids[some], seeds[some])
+                begun.append(call)
+                call.send(ids[some], seeds[some], self._working.ptr)
                 move = self._by_engine if direct else self._by_kernel
                 move(call, host[some], ids[some], mapping.origin if mapping is not None else 0)
-                self._check(call, len(call_range))
+                self._check(call)
         return partial(self._end, begun)
 
-    def _end(self, begun: list[tuple[_Call, int]]) -> list[int]:
-        checksums: list[int] = []
+    def _end(self, begun: list[_Call]) -> list[int]:
         with self._errors():
-            for call, count in begun:
-                for end in call.ends:
-                    end.synchronize()
-                checksums += call.host[2, :count].tolist()
-        self._calls += [call for call, _ in begun]
+            checksums = [checksum for call in begun for checksum in call.checksums()]
+        self._calls += begun
         return checksums
 
     @contextmanager
@@ -146,33 +170,26 @@ class Lane:
                     raise UnavailableError(f"the GPU refuses a transfer: {error}") from error
                 raise
 
-    def _begin(self, call: _Call, ids: Addresses, seeds: list[int]) -> None:
-        count = len(ids)
-        call.host[0, :count] = ids
-        call.host[1, :count] = seeds
-        for row in (0, 1):
-            # Its stream named: without, CuPy would copy on the default stream, and wait for what the engine computes.
-            call.table[row, :count].set(call.host[row, :count], stream=self._working)
-
-    def _check(self, call: _Call, count: int) -> None:
+    def _check(self, call: _Call) -> None:
         """Finish the checksums of a call's blocks, once all are summed."""
-        seeds, found = call.table[1, :count], call.table[2, :count]
+        call.copied = _mark(self._copying, block=True)
         with self._working:
-            self._kernels.finish(self._sums.data.ptr, seeds, self._accumulators, found)
-            found.get(out=call.host[2, :count], blocking=False)
-        call.ends = [_mark(stream, block=True) for stream in (self._copying, self._working)]
+            self._kernels.finish(call.count, self._sums.data.ptr, call.seeds, self._accumulators.data.ptr, call.found)
+        call.fetch(self._working.ptr)
+        call.ended = _mark(self._working)
 
     def _by_engine(self, call: _Call, host: Addresses, ids: Addresses, origin: int) -> None:
         assert self._engine is not None
-        every, pages = page_copies(self._runs, self._address, ids, host), len(self._runs.offsets)
+        pages = len(self._runs.offsets)
         for checked in _spans(len(ids), self._check_blocks):
             if self._way == TO_HOST:
                 self._move("sum", call, checked, 0)
+            some = slice(checked.start, checked.stop)
+            copies = page_copies(self._runs, self._address, ids[some], host[some])
             for part in _spans(len(checked), self._part_blocks):
-                first, end = checked.start + part.start, checked.start + part.stop
-                copies = every.part(first * pages, end * pages).within(origin, PIECE_BYTES)
-                to, source = (copies.device, copies.host) if self._way == TO_GPU else (copies.host, copies.device)
-                self._engine.copy(to, source, copies.size_bytes, self._copying.ptr)
+                now = copies.part(part.start * pages, part.stop * pages).within(origin, PIECE_BYTES)
+                to, source = (now.device, now.host) if self._way == TO_GPU else (now.host, now.device)
+                self._engine.copy(to, source, now.size_bytes, self._copying.ptr)
             if self._way == TO_GPU:
                 self._working.wait_event(_mark(self._copying))
                 self._move("sum", call, checked, 0)
@@ -197,10 +214,10 @@ class Lane:
             self._free[buffer] = _mark(then)
 
     def _move(self, kernel: str, call: _Call, blocks: range, packed: int) -> None:
-        some = slice(blocks.start, blocks.stop)
         sums = self._sums.data.ptr + blocks.start * sums_bytes(self._runs.block_bytes)
         with self._working:
-            self._kernels.move(kernel, call.table[0, some], packed, call.table[1, some], sums)
+            ids, seeds = (rows + 8 * blocks.start for rows in (call.ids, call.seeds))
+            self._kernels.move(kernel, len(blocks), ids, packed, seeds, sums)
 
     def _copy(self, copies: Copies) -> None:
         for host, device, size_bytes in zip(
