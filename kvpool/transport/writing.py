@@ -118,10 +118,13 @@ def _commit(connection: Connection, moving: deque[_Move], together: int, deadlin
 
 def _joined(messages: Sequence[CommitSlotsRequest]) -> CommitSlotsRequest:
     """One message for several grants of a reservation on one segment."""
-    columns = [
-        b"".join(column) for column in zip(*((m.slots, m.generations, m.checksums) for m in messages), strict=True)
-    ]
-    return CommitSlotsRequest(messages[0].segment_id, messages[0].reservation, *columns)
+    return CommitSlotsRequest(
+        messages[0].segment_id,
+        messages[0].reservation,
+        b"".join(message.slots for message in messages),
+        b"".join(message.generations for message in messages),
+        b"".join(message.checksums for message in messages),
+    )
 
 
 def _spread(moves: Sequence[_Move], committed: bytes) -> None:

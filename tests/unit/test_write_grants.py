@@ -23,12 +23,17 @@ class Connection:
     def __init__(self):
         self.is_closed = False
         self.told = []
+        self.commits = []
 
     def post(self, request, timeout_s, payload=()):
         self.told.append(type(request).__name__)
+        if isinstance(request, CommitSlotsRequest):
+            self.commits.append(request)
 
     def collect(self, reply_type, timeout_s):
-        return PrepareReply(pack([3], "<u4"), pack([1], "<u8")) if reply_type is PrepareReply else Statuses(bytes(1))
+        if reply_type is PrepareReply:
+            return PrepareReply(pack([3], "<u4"), pack([1], "<u8"))
+        return Statuses(bytes(max(1, len(self.commits.pop(0).slots) // 4)))
 
     def close(self):
         self.is_closed = True
@@ -82,22 +87,23 @@ def test_one_that_stops_after_it_has_slots_closes_it_and_so_gives_them_back(conn
 
 def test_moves_in_the_background_overlap_and_are_committed_in_order(connection):
     """The next one begins before the last has ended, and no commit is left out."""
-    batches = [replace(BATCH, sources=Far(8), reservation=i) for i in range(5)]
+    batches = [replace(BATCH, sources=Far(8), shard=i) for i in range(11)]
 
     def move(batch, blocks, slots, generations):
-        connection.told.append(f"begin {batch.reservation}")
+        connection.told.append(f"begin {batch.shard}")
 
         def commit():
-            connection.told.append(f"end {batch.reservation}")
-            return CommitSlotsRequest(batch.segment_id, batch.reservation, b"", b"", b""), ()
+            connection.told.append(f"end {batch.shard}")
+            where = (slots.tobytes(), generations.tobytes(), bytes([batch.shard] * 8))
+            return CommitSlotsRequest(batch.segment_id, batch.reservation, *where), ()
 
         return commit
 
-    assert write(connection, move, batches) == [WriteStatus.COMMITTED] * 5
+    assert write(connection, move, batches) == [WriteStatus.COMMITTED] * len(batches)
     moves = [told for told in connection.told if told.startswith(("begin", "end"))]
-    assert [told for told in moves if told.startswith("end")] == [f"end {i}" for i in range(5)]
+    assert [told for told in moves if told.startswith("end")] == [f"end {i}" for i in range(11)]
     assert moves.index("begin 1") < moves.index("end 0")
-    assert connection.told.count("CommitSlotsRequest") == 5
+    assert connection.told.count("CommitSlotsRequest") == 3
 
 
 def test_slots_are_not_given_back_while_they_are_written(connection):
