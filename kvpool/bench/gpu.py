@@ -6,22 +6,23 @@ four times as large as what is moved, and the blocks lie in it in random order.
 
 import contextlib
 import os
-import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 import kvpool
+from kvpool.bench.gpu_delay import GpuDelayRow, Products, measure_delay, on_gpu_ms
 from kvpool.bench.measure import GB, compare, elapsed_s, percentile, pool_processes, rounded
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.limits import HASH_BYTES
-from kvpool.gpu import GpuCache, PageRuns, require_gpu
+from kvpool.gpu import GpuBlocks, GpuCache, PageRuns, require_gpu
+from kvpool.transport.blocks import Bytes, FarBlocks, Seeds, Stored
 
 BLOCKS = 256
 LAYERS = 32
@@ -36,14 +37,10 @@ DELAY_TARGET_PERCENT = 2.0
 
 HEADROOM = 1.3
 PIN_TIMEOUT_S = 120.0
-PAUSE_S = 0.02
 _TO_DEVICE = 1
 _TO_HOST = 2
 TIMEOUT_S = 60.0
-DELAY_PAIRS = 48
-PRODUCT_SIZE = 8192
-PRODUCTS = 16
-"""Matrix products of one sample: 8192 cubed in half precision, about 25 ms."""
+DELAY_PAIRS = 32
 
 
 class GpuSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +63,8 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="
         gbps: GB/s, from the call to verified bytes.
         limit_gbps: Of one plain copy of as many bytes, page-locked and contiguous on both sides.
         ratio: The median of the ratios of neighbours.
+        moved: The same for the transfer alone: from its first copy to the last block verified, without look-up,
+            preparing and commit.
         target: Least ratio asked for.
     """
 
@@ -73,24 +72,7 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="
     gbps: float
     limit_gbps: float
     ratio: float
-    target: float | None = None
-
-
-class GpuDelayRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="gpu_delay"):
-    """What transfers cost computing.
-
-    Attributes:
-        what: The transfer that runs all the time.
-        percent: By how much longer matrix products take beside it, median of pairs.
-        error_percent: Standard error of that.
-        gbps: GB/s of the transfers meanwhile.
-        target: Most that is asked for.
-    """
-
-    what: str
-    percent: float
-    error_percent: float
-    gbps: float
+    moved: float
     target: float | None = None
 
 
@@ -113,9 +95,7 @@ def measure_gpu(settings: GpuSettings) -> Iterator[Row]:
         KvpoolError: A transfer failed, or loaded other bytes than were saved.
     """
     cupy = require_gpu()
-    saves = (
-        3 * (settings.rounds + 2) + 4
-    )  # thrice what is loaded, a warm-up, rounds; the first one, three beside computing
+    saves = 3 * (settings.rounds + 2) + 4  # what is loaded, a warm-up, rounds; the very first, three for the delays
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(pool_processes(int(saves * MOVED_BYTES * HEADROOM), meta_unix=True))
         client = stack.enter_context(kvpool.connect(pool.uri, transports=["shm"], timeout_s=TIMEOUT_S))
@@ -153,6 +133,38 @@ class _Bench:
             runtime.streamSynchronize(0)
 
 
+class _Watched(FarBlocks):
+    """Blocks of a GPU's cache; ``times_s`` gets the beginning and end of each move."""
+
+    def __init__(self, blocks: GpuBlocks, times_s: list[float]) -> None:
+        super().__init__(blocks.block_bytes)
+        self._blocks = blocks
+        self._times_s = times_s
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def select(self, blocks: Sequence[int]) -> "_Watched":
+        return _Watched(self._blocks.select(blocks), self._times_s)
+
+    def load(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> list[int]:
+        self._times_s.append(time.perf_counter())
+        checksums = self._blocks.load(memory, starts, seeds, lasting=lasting)
+        self._times_s.append(time.perf_counter())
+        return checksums
+
+    def begin_store(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> Stored:
+        self._times_s.append(time.perf_counter())
+        stored = self._blocks.begin_store(memory, starts, seeds, lasting=lasting)
+
+        def end() -> list[int]:
+            checksums = stored()
+            self._times_s.append(time.perf_counter())
+            return checksums
+
+        return end
+
+
 class _Blocks:
     """Blocks that are saved, and others that they are loaded into, in a cache of one layout."""
 
@@ -168,6 +180,8 @@ class _Blocks:
         self._pages = bench.memory.reshape(layers, CACHE_BLOCKS, page_bytes)
         order = np.random.default_rng(2).permutation(CACHE_BLOCKS)
         self._from, self._to = order[:BLOCKS], order[BLOCKS : 2 * BLOCKS]
+        self.moved_s: list[float] = []
+        self._times_s: list[float] = []
         self.saved = b""
         self._reservation: kvpool.Reservation | None = None
 
@@ -179,7 +193,7 @@ class _Blocks:
     def write(self) -> None:
         """Save them in the places reserved, as an engine's worker does; raises KvpoolError if not all were."""
         assert self._reservation is not None
-        written = self.bench.keyspace.write(self._reservation, self._cache.blocks(self._from))
+        written = self.bench.keyspace.write(self._reservation, self._watched(self._from))
         if len(written.committed) != BLOCKS:
             raise KvpoolError(f"only {len(written.committed)} of {BLOCKS} blocks were saved: {written}")
 
@@ -190,14 +204,22 @@ class _Blocks:
 
     def load(self) -> None:
         """Load what was saved last into the other blocks; raises KvpoolError if not all of it was."""
-        result = self.bench.keyspace.load(self.saved, self._cache.blocks(self._to))
+        result = self.bench.keyspace.load(self.saved, self._watched(self._to))
         if result.loaded != BLOCKS:
             raise KvpoolError(f"only {result.loaded} of {BLOCKS} blocks were loaded: {result.reasons}")
+
+    def _watched(self, ids: NDArray[np.int64]) -> _Watched:
+        self._times_s = []
+        return _Watched(self._cache.blocks(ids), self._times_s)
+
+    def note_moved(self) -> None:
+        """Keep how long the last transfer alone took."""
+        self.moved_s.append(self._times_s[-1] - self._times_s[0])
 
     def copy_out(self) -> None:
         """What a save does on the GPU, into page-locked memory that no pool owns."""
         starts = np.arange(BLOCKS, dtype=np.uint64) * np.uint64(BLOCK_BYTES)
-        self._cache.blocks(self._from).begin_store(self.bench.locked, starts, [0] * BLOCKS, lasting=False)()
+        self._cache.blocks(self._from).begin_store(self.bench.locked, starts, lambda: [0] * BLOCKS, lasting=False)()
 
     def clear(self) -> None:
         """Zeros where blocks are loaded."""
@@ -234,12 +256,20 @@ def _transfers(blocks: _Blocks, target: float | None) -> Iterator[GpuRow]:
         ("load", blocks.load, blocks.clear, _TO_DEVICE),
         ("save", blocks.write, blocks.reserve, _TO_HOST),
     ):
-        compared = compare(move, partial(bench.plain, kind), bench.rounds, bench.pids, prepare)
+        blocks.moved_s = []
+
+        def limit(kind: int = kind) -> None:
+            blocks.note_moved()  # of the transfer just before
+            bench.plain(kind)
+
+        compared = compare(move, limit, bench.rounds, bench.pids, prepare)
+        moved = [whole / ours for whole, ours in zip(compared.limit_s, blocks.moved_s[1:], strict=True)]
         yield GpuRow(
             what=f"{what}, {blocks.name}",
             gbps=rounded(MOVED_BYTES / GB / percentile(compared.ours_s, 50)),
             limit_gbps=rounded(MOVED_BYTES / GB / percentile(compared.limit_s, 50)),
             ratio=rounded(compared.ratio),
+            moved=rounded(percentile(moved, 50)),
             target=target,
         )
         if what == "load":
@@ -273,121 +303,19 @@ def _checksums(bench: _Bench) -> Iterator[GpuNoteRow]:
             lambda: kernels.move("scatter", BLOCKS, ids, bench.buffer.data.ptr, seeds, sums),
         ),
     ):
-        times_ms = [_on_gpu_ms(cupy, work) for _ in range(bench.rounds + 1)]
+        times_ms = [on_gpu_ms(cupy, work) for _ in range(bench.rounds + 1)]
         yield GpuNoteRow(what=f"checksums on the GPU: {name}", value=percentile(times_ms[1:], 50), unit="ms")
     took_s = elapsed_s(lambda: xxhash.xxh3_64_intdigest(bench.locked.data))
     yield GpuNoteRow(what="xxh3 of the same on one processor", value=took_s * 1e3, unit="ms")
 
 
-def _on_gpu_ms(cupy: Any, work: Callable[[], None]) -> float:  # noqa: ANN401
-    before, after = cupy.cuda.Event(), cupy.cuda.Event()
-    before.record()
-    work()
-    after.record()
-    after.synchronize()
-    return float(cupy.cuda.get_elapsed_time(before, after))
-
-
 def _delays(bench: _Bench, pairs: int) -> Iterator[GpuDelayRow]:
-    products = _Products(bench.cupy)
+    products = Products(bench.cupy)
     for layout, copy_engine in ((LAYER_FIRST, True), (BLOCK_OUTERMOST, True), (LAYER_FIRST, False)):
         blocks = _Blocks(bench, layout, copy_engine=copy_engine)
         blocks.save()
         target = DELAY_TARGET_PERCENT if copy_engine else None
-        yield _delay(products, f"load, {blocks.name}", blocks.load, pairs, target)
+        yield measure_delay(products, f"load, {blocks.name}", (blocks.load, MOVED_BYTES), pairs, target)
     blocks = _Blocks(bench, LAYER_FIRST)
-    yield _delay(products, f"save, {blocks.name}", blocks.copy_out, pairs, DELAY_TARGET_PERCENT)
-    yield _delay(products, "nothing", partial(time.sleep, 0.01), pairs, None)
-
-
-def _delay(products: "_Products", what: str, move: Callable[[], None], pairs: int, target: float | None) -> GpuDelayRow:
-    """Samples alone and beside the transfer, in the order A B B A, so that drifts cancel."""
-    percents: list[float] = []
-    with _Repeated(move) as repeated:
-        for i in range(pairs):
-            times_ms = {beside: products.sample_ms(repeated, beside=beside) for beside in (i % 2 > 0, i % 2 == 0)}
-            percents.append((times_ms[True] / times_ms[False] - 1) * 100)
-    return GpuDelayRow(
-        what=what,
-        percent=statistics.median(percents),
-        error_percent=1.25 * statistics.stdev(percents) / pairs**0.5,
-        gbps=repeated.moves * MOVED_BYTES / GB / repeated.busy_s,
-        target=target,
-    )
-
-
-class _Products:
-    """A large matrix product on a stream of its own: what an engine computes."""
-
-    def __init__(self, cupy: Any) -> None:  # noqa: ANN401
-        self._cupy = cupy
-        generator = cupy.random.default_rng(3)
-        self._factors = [
-            generator.standard_normal((PRODUCT_SIZE, PRODUCT_SIZE), np.float32).astype(np.float16) for _ in range(2)
-        ]
-        self._product = cupy.empty((PRODUCT_SIZE, PRODUCT_SIZE), np.float16)
-        self._stream = cupy.cuda.Stream(non_blocking=True)
-        for _ in range(20):
-            self._time_ms()  # until clocks and power have settled
-
-    def sample_ms(self, repeated: "_Repeated", *, beside: bool) -> float:
-        """Time of some products, ``beside`` what is repeated or alone, after the same pause."""
-        time.sleep(PAUSE_S)
-        if not beside:
-            return self._time_ms()
-        with repeated.running():
-            return self._time_ms()
-
-    def _time_ms(self) -> float:
-        with self._stream:
-            return _on_gpu_ms(self._cupy, self._multiply)
-
-    def _multiply(self) -> None:
-        for _ in range(PRODUCTS):
-            self._cupy.matmul(*self._factors, out=self._product)
-
-
-class _Repeated:
-    """Calls ``move`` again and again on a thread, while it is `running`."""
-
-    def __init__(self, move: Callable[[], None]) -> None:
-        self.moves = 0
-        self.busy_s = 0.0
-        self._move = move
-        self._going = threading.Event()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name="bench-transfers", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended = True
-        self._going.set()
-        self._thread.join()
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """While transfers are under way; the last one has ended afterwards."""
-        self._idle.clear()
-        self._going.set()
-        try:
-            yield
-        finally:
-            self._going.clear()
-            if not self._idle.wait(TIMEOUT_S):
-                raise UnavailableError(f"a transfer has not ended within {TIMEOUT_S:g} s")
-
-    def _run(self) -> None:
-        while self._going.wait() and not self._ended:
-            began_s = time.perf_counter()
-            try:
-                while self._going.is_set():
-                    self._move()
-                    self.moves += 1
-            finally:
-                self.busy_s += time.perf_counter() - began_s
-                self._idle.set()
+    yield measure_delay(products, f"save, {blocks.name}", (blocks.copy_out, MOVED_BYTES), pairs, DELAY_TARGET_PERCENT)
+    yield measure_delay(products, "nothing", (partial(time.sleep, 0.01), 0), pairs, None)

@@ -29,7 +29,8 @@ def read_batch(transport: Transport, batch: ReadBatch, deadline: Deadline) -> by
         if len(good):
             blocks = (good + first).tolist()
             starts = good.astype(np.uint64) * np.uint64(batch.block_bytes)
-            found = far.select(blocks).load(staging, starts, [seeds[block] for block in blocks], lasting=False)
+            some_seeds = [seeds[block] for block in blocks]
+            found = far.select(blocks).load(staging, starts, some_seeds.copy, lasting=False)
             for i, block, checksum in zip(good.tolist(), blocks, found, strict=True):
                 if checksum != batch.checksums[block]:
                     read[i] = ReadStatus.BAD
@@ -44,7 +45,7 @@ def within_reach(sources: Blocks, transport: Transport) -> Blocks:
     count, length = len(sources), sources.block_bytes
     staging = np.empty(count * length, np.uint8)
     starts = np.arange(count, dtype=np.uint64) * np.uint64(length)
-    sources.begin_store(staging, starts, [0] * count, lasting=False)()
+    sources.begin_store(staging, starts, lambda: [0] * count, lasting=False)()
     return Blocks(length, whole=staging)
 
 

@@ -1,9 +1,9 @@
 """One direction of traffic between host memory and a paged cache: streams, staging, and what checks the bytes.
 
-Two ways. Pages of 64 KiB and more go by the copy engine, straight between host memory and their places; a kernel only
-reads them to sum them (`CopyEngine`). Smaller pages, and memory that is not page-locked yet, go through a ring of
-staging buffers in GPU memory in large copies, and a kernel moves and sums them at once. docs/design/gpu.md has the
-figures that this was chosen by.
+Two ways. Pages of 64 KiB and more are loaded by the copy engine, straight from host memory to their places; a kernel
+only reads them, to sum them. Smaller pages, saves, and memory that is not page-locked yet go through a ring of staging
+buffers in GPU memory in large copies, and a kernel moves and sums at once. docs/design/gpu.md has the figures that this
+was chosen by.
 
 Nothing here uses the compute stream or waits on it: callers wait for what computed the pages before they store them.
 """
@@ -23,7 +23,7 @@ from kvpool.gpu.copies import Addresses, Copies, CopyEngine, packed_copies, page
 from kvpool.gpu.kernels import Kernels, sums_bytes
 from kvpool.gpu.layout import PageRuns
 from kvpool.gpu.pinning import PIECE_BYTES, pinned
-from kvpool.transport.blocks import Bytes, Stored
+from kvpool.transport.blocks import Bytes, Seeds, Stored
 
 CALL_BYTES = 512 << 20
 CALL_BLOCKS = 4_096
@@ -41,38 +41,42 @@ TO_GPU = 1
 TO_HOST = 2
 """Ways, by CUDA's own numbers."""
 
-ENGINE_PAGE_BYTES = {TO_GPU: 64 << 10, TO_HOST: 256 << 10}
-"""Least page for the copy engine. A copy takes 1 µs of a processor, so smaller ones take longer to list than to move;
-and who saves has more to do meanwhile."""
+ENGINE_PAGE_BYTES = 64 << 10
+"""Least page that is loaded by the copy engine: a copy takes 0.5 to 1 µs of a processor, smaller ones longer than the
+link needs for them."""
 
 
 class _Call:
-    """What one call needs of its own: ids, seeds and checksums, here and on the GPU; and when it has ended.
+    """What one call needs of its own: ids, seeds and checksums; and when it has ended.
 
-    Moved by addresses: CuPy's views of arrays and their copies take longer than the link needs for a part.
+    The kernels write the checksums straight into host memory: a copy would queue behind those of the next blocks.
     """
 
     def __init__(self, blocks: int) -> None:
-        self._table = cupy.empty((3, blocks), np.uint64)
-        locked = cupy.cuda.alloc_pinned_memory(self._table.nbytes)
-        self._host: NDArray[np.uint64] = np.frombuffer(locked, np.uint64, self._table.size).reshape(3, blocks)
-        self._row_bytes = blocks * self._table.itemsize
-        self.ids, self.seeds, self.found = (self._table.data.ptr + row * self._row_bytes for row in range(3))
+        self._table = cupy.empty((2, blocks), np.uint64)
+        locked = cupy.cuda.alloc_pinned_memory(3 * blocks * self._table.itemsize)
+        self._host: NDArray[np.uint64] = np.frombuffer(locked, np.uint64, 3 * blocks).reshape(3, blocks)
+        self.ids: int = self._table.data.ptr
+        self.seeds = self.ids + blocks * self._table.itemsize
+        self.found: int = self._host[2].ctypes.data
         self.count = 0
         self.copied: Any = None
         self.ended: Any = None
+        self._unsent: tuple[Addresses, Seeds] | None = None
 
-    def send(self, ids: Addresses, seeds: list[int], stream: int) -> None:
-        """Ids and seeds to the GPU."""
+    def take(self, ids: Addresses, seeds: Seeds) -> None:
+        """Begin with these blocks."""
         self.count = len(ids)
-        self._host[0, : self.count] = ids
-        self._host[1, : self.count] = seeds
-        cupy.cuda.runtime.memcpyAsync(self.ids, self._host.ctypes.data, 2 * self._row_bytes, TO_GPU, stream)
+        self._unsent = ids, seeds
 
-    def fetch(self, stream: int) -> None:
-        """Checksums to the host."""
-        to = self._host.ctypes.data + 2 * self._row_bytes
-        cupy.cuda.runtime.memcpyAsync(to, self.found, 8 * self.count, TO_HOST, stream)
+    def send(self, stream: int) -> None:
+        """Ids and seeds to the GPU, unless they are there."""
+        if self._unsent is not None:
+            ids, seeds = self._unsent
+            self._host[0, : self.count] = ids
+            self._host[1, : self.count] = seeds()
+            cupy.cuda.runtime.memcpyAsync(self.ids, self._host.ctypes.data, self._table.nbytes, TO_GPU, stream)
+            self._unsent = None
 
     def checksums(self) -> list[int]:
         """The checksums, once all has been moved and checked: sleeps while it is moved, then looks for the end."""
@@ -101,7 +105,7 @@ class Lane:
         self._runs = runs
         self._address = address
         self._kernels = kernels
-        self._engine = engine if runs.size_bytes >= ENGINE_PAGE_BYTES[way] else None
+        self._engine = engine if way == TO_GPU and runs.size_bytes >= ENGINE_PAGE_BYTES else None
         self._device = device
         self._lock = threading.Lock()
         self._copying = cupy.cuda.Stream(non_blocking=True)
@@ -118,14 +122,14 @@ class Lane:
         self._calls = [_Call(self._call_blocks)]
         cupy.cuda.get_current_stream().synchronize()  # CuPy may still be using what it gave out
 
-    def begin(self, memory: Bytes, starts: Addresses, ids: Addresses, seeds: list[int], *, lasting: bool) -> Stored:
+    def begin(self, memory: Bytes, starts: Addresses, ids: Addresses, seeds: Seeds, *, lasting: bool) -> Stored:
         """Begin to move blocks ``ids`` from or to ``starts`` in host memory.
 
         Args:
             memory: Host memory.
             starts: Byte offsets into it.
             ids: Blocks of the cache, all different.
-            seeds: Of the checksums.
+            seeds: Gives the seeds of the checksums; called when copies are under way.
             lasting: Whether ``memory`` is a mapping that will be used again, and worth page-locking.
 
         Returns:
@@ -144,7 +148,7 @@ class Lane:
                 some = slice(blocks.start, blocks.stop)
                 call = self._calls.pop() if self._calls else _Call(self._call_blocks)
                 begun.append(call)
-                call.send(ids[some], seeds[some], self._working.ptr)
+                call.take(ids[some], partial(_some_of, seeds, some))
                 move = self._by_engine if direct else self._by_kernel
                 move(call, host[some], ids[some], mapping.origin if mapping is not None else 0)
                 self._check(call)
@@ -175,24 +179,19 @@ class Lane:
         call.copied = _mark(self._copying, block=True)
         with self._working:
             self._kernels.finish(call.count, self._sums.data.ptr, call.seeds, self._accumulators.data.ptr, call.found)
-        call.fetch(self._working.ptr)
         call.ended = _mark(self._working)
 
     def _by_engine(self, call: _Call, host: Addresses, ids: Addresses, origin: int) -> None:
         assert self._engine is not None
         pages = len(self._runs.offsets)
         for checked in _spans(len(ids), self._check_blocks):
-            if self._way == TO_HOST:
-                self._move("sum", call, checked, 0)
             some = slice(checked.start, checked.stop)
             copies = page_copies(self._runs, self._address, ids[some], host[some])
             for part in _spans(len(checked), self._part_blocks):
                 now = copies.part(part.start * pages, part.stop * pages).within(origin, PIECE_BYTES)
-                to, source = (now.device, now.host) if self._way == TO_GPU else (now.host, now.device)
-                self._engine.copy(to, source, now.size_bytes, self._copying.ptr)
-            if self._way == TO_GPU:
-                self._working.wait_event(_mark(self._copying))
-                self._move("sum", call, checked, 0)
+                self._engine.copy(now.device, now.host, now.size_bytes, self._copying.ptr)
+            self._working.wait_event(_mark(self._copying))
+            self._move("sum", call, checked, 0)
 
     def _by_kernel(self, call: _Call, host: Addresses, ids: Addresses, origin: int) -> None:
         for part in _spans(len(ids), self._part_blocks):
@@ -215,6 +214,7 @@ class Lane:
 
     def _move(self, kernel: str, call: _Call, blocks: range, packed: int) -> None:
         sums = self._sums.data.ptr + blocks.start * sums_bytes(self._runs.block_bytes)
+        call.send(self._working.ptr)
         with self._working:
             ids, seeds = (rows + 8 * blocks.start for rows in (call.ids, call.seeds))
             self._kernels.move(kernel, len(blocks), ids, packed, seeds, sums)
@@ -231,6 +231,10 @@ def _spans(count: int, step: int) -> Iterator[range]:
     """``range(count)`` in ranges of up to ``step``."""
     for first in range(0, count, step):
         yield range(first, min(first + step, count))
+
+
+def _some_of(seeds: Seeds, some: slice) -> list[int]:
+    return seeds()[some]
 
 
 def _mark(stream: Any, *, block: bool = False) -> Any:  # noqa: ANN401 - CuPy's streams and events

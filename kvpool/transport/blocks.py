@@ -14,6 +14,8 @@ Pieces = list[memoryview]
 
 Bytes = NDArray[np.uint8]
 
+Seeds = Callable[[], list[int]]
+
 Stored = Callable[[], list[int]]
 """Waits for copies that were begun; the checksums of their blocks."""
 
@@ -69,13 +71,13 @@ class FarBlocks(Blocks, ABC):
         raise TypeError(f"block {block} is not in host memory")
 
     @abstractmethod
-    def load(self, memory: Bytes, starts: NDArray[np.uint64], seeds: list[int], *, lasting: bool) -> list[int]:
+    def load(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> list[int]:
         """Copy the blocks that begin at ``starts`` in ``memory`` here; the checksum of each over what arrived.
 
         Args:
             memory: Host memory, in which the blocks lie.
             starts: Byte offsets.
-            seeds: Of the checksums.
+            seeds: Gives the seeds of the checksums; called when copies are under way.
             lasting: Whether ``memory`` is a mapping that will be used again, and so worth preparing.
 
         Raises:
@@ -83,7 +85,7 @@ class FarBlocks(Blocks, ABC):
         """
 
     @abstractmethod
-    def begin_store(self, memory: Bytes, starts: NDArray[np.uint64], seeds: list[int], *, lasting: bool) -> Stored:
+    def begin_store(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> Stored:
         """Begin to copy these blocks to ``starts`` in ``memory``; as `load` else.
 
         What is returned must be called before ``memory`` is used or given back: it waits for the copies, and answers

@@ -25,8 +25,6 @@ def load_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds:
 
     The slots must lie within ``payload``.
     """
-    if isinstance(blocks, FarBlocks):
-        return blocks.load(payload, slots.astype(np.uint64) * np.uint64(PAGE_BYTES), seeds, lasting=True)
     length, whole = blocks.block_bytes, blocks.whole
     if whole is None:
         sources = (payload[slot * PAGE_BYTES :][:length] for slot in slots.tolist())
@@ -57,9 +55,14 @@ def store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds
 def begin_store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds: list[int]) -> Stored:
     """`store_slots`, but blocks in far memory are only begun; what is returned answers the checksums."""
     if isinstance(blocks, FarBlocks):
-        return blocks.begin_store(payload, slots.astype(np.uint64) * np.uint64(PAGE_BYTES), seeds, lasting=True)
+        return blocks.begin_store(payload, starts_of(slots), lambda: seeds, lasting=True)
     checksums = store_slots(payload, slots, blocks, seeds)
     return lambda: checksums
+
+
+def starts_of(slots: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """Where slots begin in their segment, in bytes."""
+    return slots.astype(np.uint64) * np.uint64(PAGE_BYTES)
 
 
 def fits(payload: Bytes, slots: NDArray[np.uint32], length: int) -> bool:

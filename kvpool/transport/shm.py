@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, UnavailableError
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
 from kvpool.transport.blocks import Bytes, FarBlocks
-from kvpool.transport.copying import begin_store_slots, fits, load_slots
+from kvpool.transport.copying import begin_store_slots, fits, load_slots, starts_of
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.pool import ConnectionPool
@@ -71,14 +71,15 @@ def read_mapped(payload: Bytes, batch: ReadBatch, streams: Streams) -> bytearray
     """Copy the batch's blocks out of a mapped segment; one `ReadStatus` each."""
     if not fits(payload, batch.slots, batch.block_bytes):
         return bytearray([ReadStatus.BAD]) * len(batch.destinations)
-    slots, destinations, seeds = batch.slots, batch.destinations, batch.seeds()
-
-    def part(first: int, end: int) -> list[int]:
-        return load_slots(payload, slots[first:end], destinations.select(range(first, end)), seeds[first:end])
-
+    slots, destinations = batch.slots, batch.destinations
     if isinstance(destinations, FarBlocks):
-        found = part(0, len(destinations))  # one transfer of the device's own
+        found = destinations.load(payload, starts_of(slots), batch.seeds, lasting=True)
     else:
+        seeds = batch.seeds()
+
+        def part(first: int, end: int) -> list[int]:
+            return load_slots(payload, slots[first:end], destinations.select(range(first, end)), seeds[first:end])
+
         found = list(chain.from_iterable(streams.split(len(destinations), batch.block_bytes, part)))
     expected = batch.checksums.tolist()
     if found == expected:

@@ -88,7 +88,7 @@ def test_what_is_reported_loaded_is_right_while_slots_are_overwritten(cache, cli
     thread.start()
     loaded = 0
     try:
-        for _ in range(40):
+        for _ in range(12):
             result = keyspace.load(hashes, cache.blocks(range(16, 32)))
             found = bytes_of(cache)[16:]
             for i, reason in enumerate(result.reasons):

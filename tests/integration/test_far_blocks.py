@@ -63,7 +63,9 @@ class DeviceBlocks(FarBlocks):
             theirs[:] = mine
 
     def _sums(self, seeds):
-        return [xxhash.xxh3_64_intdigest(self.device.memory[i], seed) for i, seed in zip(self.ids, seeds, strict=True)]
+        return [
+            xxhash.xxh3_64_intdigest(self.device.memory[i], seed) for i, seed in zip(self.ids, seeds(), strict=True)
+        ]
 
 
 @pytest.fixture(scope="module")

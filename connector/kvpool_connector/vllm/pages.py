@@ -7,7 +7,7 @@ packed formats and padding travel unseen.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -210,14 +210,18 @@ class GpuPages(DevicePages):
 
     def gather(self, blocks: Sequence[int], out: Bytes) -> None:
         """See `Pages.gather`."""
-        self.direct(blocks).begin_store(out.reshape(-1), self._starts(blocks), [0] * len(blocks), lasting=False)()
+        starts, seeds = self._whole(blocks)
+        self.direct(blocks).begin_store(out.reshape(-1), starts, seeds, lasting=False)()
 
     def scatter(self, blocks: Sequence[int], data: Bytes) -> None:
         """See `Pages.scatter`."""
-        self.direct(blocks).load(data.reshape(-1), self._starts(blocks), [0] * len(blocks), lasting=False)
+        starts, seeds = self._whole(blocks)
+        self.direct(blocks).load(data.reshape(-1), starts, seeds, lasting=False)
 
-    def _starts(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
-        return np.arange(len(blocks), dtype=np.uint64) * np.uint64(self.runs.block_bytes)
+    def _whole(self, blocks: Sequence[int]) -> tuple[NDArray[np.uint64], Callable[[], list[int]]]:
+        """Where blocks lie in an array of just them; and seeds, since something has to be summed."""
+        starts = np.arange(len(blocks), dtype=np.uint64) * np.uint64(self.runs.block_bytes)
+        return starts, lambda: [0] * len(blocks)
 
 
 def _parts(runs: PageRuns) -> list[PageRuns]:
