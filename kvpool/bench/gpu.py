@@ -206,7 +206,9 @@ class _Blocks:
         """Load what was saved last into the other blocks; raises KvpoolError if not all of it was."""
         result = self.bench.keyspace.load(self.saved, self._watched(self._to))
         if result.loaded != BLOCKS:
-            raise KvpoolError(f"only {result.loaded} of {BLOCKS} blocks were loaded: {result.reasons}")
+            raise KvpoolError(
+                f"only {result.loaded} of {BLOCKS} blocks were loaded: {sorted(set(filter(None, result.reasons)))}"
+            )
 
     def _watched(self, ids: NDArray[np.int64]) -> _Watched:
         self._times_s = []

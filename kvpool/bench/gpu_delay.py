@@ -112,6 +112,7 @@ class _Repeated:
         self._idle = threading.Event()
         self._idle.set()
         self._ended = False
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="bench-transfers", daemon=True)
 
     def __enter__(self) -> Self:
@@ -134,14 +135,18 @@ class _Repeated:
             self._going.clear()
             if not self._idle.wait(END_S):
                 raise UnavailableError(f"a transfer has not ended within {END_S:g} s")
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
         while self._going.wait() and not self._ended:
             began_s = time.perf_counter()
             try:
-                while self._going.is_set():
+                while self._going.is_set() and not self._ended:
                     self._move()
                     self.moves += 1
-            finally:
-                self.busy_s += time.perf_counter() - began_s
-                self._idle.set()
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                self._error = error
+                self._going.clear()
+            self.busy_s += time.perf_counter() - began_s
+            self._idle.set()
