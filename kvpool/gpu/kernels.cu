@@ -18,7 +18,7 @@ struct alignas(16) Words {
     u64 even, odd;
 };
 
-static const u64 KIB = 1024, STRIPE = 64, PART = 16, STRIPES_PER_KIB = 16, AT_ONCE = 8, FETCHED = 64;
+static const u64 KIB = 1024, STRIPE = 64, PART = 16, STRIPES_PER_KIB = 16, AT_ONCE = 8, AHEAD = 32;
 static const u64 STRIPES = BLOCK_BYTES / STRIPE;
 static const u64 KIBS = (BLOCK_BYTES + KIB - 1) / KIB;
 
@@ -49,12 +49,6 @@ __device__ inline u64 scrambled(u64 accumulator, u64 key) {
     const u64 mixed = accumulator ^ accumulator >> 47 ^ key;
     return (mixed & 0xffffffffu) * PRIME32_1 + ((mixed >> 32) * PRIME32_1 << 32);
 }
-
-#ifdef __CUDACC__
-__device__ inline void fetch(const u64 *word) { asm volatile("prefetch.global.L1 [%0];" ::"l"(word)); }
-#else
-inline void fetch(const u64 *) {}
-#endif
 
 // Where byte `at` of a block lies in the cache; `begin` is ids[b] * stride.
 __device__ inline char *page_at(char *cache, const u64 *offsets, u64 begin, u64 at) {
@@ -121,20 +115,27 @@ extern "C" __global__ void sum(char *cache, const u64 *offsets, u64 stride, cons
     move<SUM>(cache, offsets, stride, ids, packed, seeds, sums, blocks);
 }
 
-// The accumulators of each block, eight threads a block: a chain of additions and scrambles. Sums are asked for long
-// before they are folded, since memory takes longer to answer than a few links of the chain take.
+// The accumulators of each block, eight threads a block: a chain of additions and scrambles. Sums are read before they
+// are folded, since memory takes longer to answer than some links of the chain take; prefetching them was slower.
 extern "C" __global__ void fold(const u64 *sums, const u64 *seeds, u64 *accumulators, u64 blocks) {
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x, block = i / 8, lane = i % 8;
     if (block >= blocks) return;
     const u64 key = secret(16 + lane, seeds[block]);
     const u64 *sum = sums + block * KIBS * 8 + lane;
-    u64 accumulator = START[lane];
-#pragma unroll 16
-    for (u64 kib = 0; kib + 1 < KIBS; kib++) {
-        if (kib + FETCHED < KIBS) fetch(sum + (kib + FETCHED) * 8);
-        accumulator = scrambled(accumulator + sum[kib * 8], key);
+    u64 accumulator = START[lane], ahead[AHEAD], kib = 0;
+    if (KIBS > AHEAD) {
+#pragma unroll
+        for (u64 n = 0; n < AHEAD; n++) ahead[n] = sum[n * 8];
+        for (; kib + 2 * AHEAD < KIBS; kib += AHEAD) {
+#pragma unroll
+            for (u64 n = 0; n < AHEAD; n++) {
+                accumulator = scrambled(accumulator + ahead[n], key);
+                ahead[n] = sum[(kib + AHEAD + n) * 8];
+            }
+        }
     }
-    accumulators[i] = accumulator + sum[(KIBS - 1) * 8];
+    for (; kib + 1 < KIBS; kib++) accumulator = scrambled(accumulator + sum[kib * 8], key);
+    accumulators[i] = accumulator + sum[kib * 8];
 }
 
 // The checksum of each block, a thread each.

@@ -8,6 +8,7 @@ was chosen by.
 Nothing here uses the compute stream or waits on it: callers wait for what computed the pages before they store them.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,8 @@ from kvpool.gpu.kernels import Kernels, sums_bytes
 from kvpool.gpu.layout import PageRuns
 from kvpool.gpu.pinning import PIECE_BYTES, pinned
 from kvpool.transport.blocks import Bytes, Seeds, Stored
+
+log = logging.getLogger("kvpool.gpu")
 
 CALL_BYTES = 512 << 20
 CALL_BLOCKS = 4_096
@@ -163,13 +166,15 @@ class Lane:
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """On this lane's GPU; when anything fails, nothing is under way any more."""
-        with cupy.cuda.Device(self._device):
+        with cupy.cuda.Device(self._device) as gpu:
             try:
+                gpu.use()  # makes its context this thread's: the copy engine's call, of the driver's own, does not
                 yield
             except BaseException as error:
                 with suppress(cupy.cuda.runtime.CUDARuntimeError):
                     self._copying.synchronize()
                     self._working.synchronize()
+                log.warning("a transfer with GPU %d failed: %s", self._device, error)
                 if isinstance(error, cupy.cuda.runtime.CUDARuntimeError):
                     raise UnavailableError(f"the GPU refuses a transfer: {error}") from error
                 raise
