@@ -120,6 +120,21 @@ def test_a_transfer_does_not_wait_for_the_compute_stream(cache, clients, torch):
     done.synchronize()
 
 
+def test_the_first_that_a_thread_does_may_be_a_load(cache, clients):
+    """CUDA's contexts are current by thread; engines load on threads that did nothing before."""
+    keyspace, hashes = open_blocks(clients["shm"], cache.runs.block_bytes), chain(8)
+    assert keyspace.store(hashes, cache.blocks(range(8))).stored == 8
+    keyspace.load(hashes, cache.blocks(range(8, 16)))
+    assert cache.wait_pinned(60)
+    loaded = []
+    thread = threading.Thread(target=lambda: loaded.append(keyspace.load(hashes, cache.blocks(range(16, 24))).loaded))
+    thread.start()
+    thread.join()
+    assert loaded == [8]
+    found = bytes_of(cache)
+    assert np.array_equal(found[16:24], found[:8])
+
+
 def test_threads_share_a_cache(cache, clients):
     """Loads and stores from several threads at once, to blocks of their own."""
     keyspace = open_blocks(clients["shm"], cache.runs.block_bytes)
