@@ -202,7 +202,7 @@ def gpu(
 ) -> None:
     """Move blocks between a pool's shared memory and a paged cache on a GPU, every byte verified; takes a minute.
 
-    Needs a CUDA GPU with 8 GiB, CuPy, and 30 GiB of shared memory.
+    Needs CuPy, a CUDA GPU with 24 GiB, and 20 GiB of shared memory.
     """
     _show(gpus.measure_gpu(GpuSettings(rounds=rounds, delay_pairs=delay_pairs)), output)
 
