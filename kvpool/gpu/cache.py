@@ -27,7 +27,7 @@ class GpuCache:
         copy_engine: Whether large pages may go by the copy engine, and not all through kernels.
 
     Raises:
-        UnavailableError: No CuPy, or no GPU.
+        UnavailableError: No CuPy, no GPU, or a CuPy that does not fit it.
         InvalidBufferError: A layout that the kernels cannot move.
         MemoryError: No GPU memory left for staging.
     """
@@ -65,6 +65,8 @@ class GpuCache:
                 )
         except cupy.cuda.memory.OutOfMemoryError as error:
             raise MemoryError(f"no GPU memory is left for staging: {error}") from error
+        except Exception as error:  # CuPy's own, e.g. when it was built for another CUDA
+            raise UnavailableError(f"GPU {self._device} cannot be used through CuPy: {error}") from error
 
     @classmethod
     def of(cls, array: Any, **options: Any) -> "GpuCache":  # noqa: ANN401 - whatever has the CUDA array interface
