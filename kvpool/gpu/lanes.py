@@ -155,12 +155,13 @@ class Lane:
                 move = self._by_engine if direct else self._by_kernel
                 move(call, host[some], ids[some], mapping.origin if mapping is not None else 0)
                 self._check(call)
-        return partial(self._end, begun)
+        return partial(self._end, begun, memory)
 
-    def _end(self, begun: list[_Call]) -> list[int]:
+    def _end(self, begun: list[_Call], memory: Bytes) -> list[int]:
         with self._errors():
             checksums = [checksum for call in begun for checksum in call.checksums()]
         self._calls += begun
+        del memory  # kept until now: a mapping that is dropped while it is copied from or to would go at once
         return checksums
 
     @contextmanager
