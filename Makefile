@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 
-.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property simulation integration soak bench bench-vllm clean
+.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property simulation integration soak bench bench-vllm gpu clean
 
 setup: .venv/.ready
 
@@ -51,6 +51,11 @@ soak: setup
 
 bench: setup
 	$(BIN)/kvpool bench all
+
+# Where CUDA, torch, CuPy and what kvpool needs are installed already: nothing is set up. PYTHON says which.
+gpu:
+	PYTHONPATH=.:connector $(PYTHON) -m pytest -q tests/gpu
+	PYTHONPATH=.:connector $(PYTHON) -m kvpool.cli.main bench gpu
 
 bench-vllm: setup-vllm
 	$(VLLM_BIN)/kvpool bench vllm

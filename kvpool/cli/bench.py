@@ -9,12 +9,14 @@ import msgspec
 import typer
 from rich.console import Group, RenderableType
 
+from kvpool.bench import gpu as gpus
 from kvpool.bench import lookup as lookups
 from kvpool.bench import loss as losses
 from kvpool.bench import recovery as recoveries
 from kvpool.bench import replicas as replication
 from kvpool.bench import store as stores
 from kvpool.bench import transfer as transfers
+from kvpool.bench.gpu import GpuSettings
 from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
 from kvpool.bench.loss import LossRow
 from kvpool.bench.recovery import RecoveryRow
@@ -28,6 +30,7 @@ from kvpool.bench.vllm_mooncake import missing_mooncake
 from kvpool.bench.vllm_rows import MOONCAKE, PATHS
 from kvpool.bench.workload import AgentSettings, Workload, agent_workload
 from kvpool.cli.bench_disk import DiskRows, disk_rows, disk_views
+from kvpool.cli.bench_gpu import gpu_views
 from kvpool.cli.bench_vllm import vllm_views
 from kvpool.cli.output import Format, FormatOption, emit, table, target
 from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
@@ -47,6 +50,7 @@ Row = (
     | ReplicaRow
     | DiskRows
     | VllmRows
+    | gpus.Row
 )
 
 MEMORY_BLOCKS = 1_000_000
@@ -204,9 +208,25 @@ def disk(
     _show(disk_rows(folder, workloads, rounds), output)
 
 
+@bench.command()
+def gpu(
+    *,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each transfer is made.")] = GpuSettings().rounds,
+    delay_pairs: Annotated[
+        int, typer.Option(min=0, help="Samples of computing beside transfers and alone; 0: do not measure the delay.")
+    ] = GpuSettings().delay_pairs,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    """Move blocks between a pool's shared memory and a paged cache on a GPU, every byte verified; takes a minute.
+
+    Needs CuPy, a CUDA GPU with 24 GiB, and 20 GiB of shared memory.
+    """
+    _show(gpus.measure_gpu(GpuSettings(rounds=rounds, delay_pairs=delay_pairs)), output)
+
+
 @bench.command(name="all")
 def all_(*, output: FormatOption = Format.TEXT) -> None:
-    """Run every benchmark but vllm, which needs more than kvpool, with its defaults; takes a few minutes."""
+    """Run every benchmark but vllm and gpu, which need more than kvpool, with its defaults; takes a few minutes."""
     products = itertools.product(transfers.TRANSPORTS, transfers.OPS, transfers.BLOCK_BYTES)
     for rows in (
         _transfer_rows(TransferSettings(transport=t, op=op, block_bytes=size) for t, op, size in products),
@@ -258,6 +278,7 @@ def _show(rows: Iterable[Row], output: Format) -> None:
             _replicas(done),
             *disk_views(done),
             *vllm_views(done),
+            *gpu_views(done),
         ):
             if view is not None:
                 emit(None, output, view)

@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.errors import InvalidBufferError
-from kvpool.transport.blocks import Blocks, Pieces
+from kvpool.transport.blocks import Blocks, FarBlocks, Pieces
 
 PIECES_MAX = 4_096
 _FIELD_NAMES = re.compile(":[^:]*:")
 Buffer = Any
 """One contiguous buffer, or a list or tuple of them that together hold a block."""
 Buffers = Any
-"""A list or tuple of `Buffer`, one a block; or one contiguous buffer that holds all blocks side by side."""
+"""A list or tuple of `Buffer`, one a block; one contiguous buffer that holds all blocks side by side; or blocks of a
+`kvpool.gpu.GpuCache`."""
 
 
 def blocks_of(buffers: Buffers, block_bytes: int, *, writable: bool) -> Blocks:
@@ -24,13 +25,19 @@ def blocks_of(buffers: Buffers, block_bytes: int, *, writable: bool) -> Blocks:
 
     Args:
         buffers: A list or tuple with a buffer, or a list of pieces, for each block; or one buffer with all blocks side
-            by side, e.g. an array of shape (blocks, block_bytes): the fastest form.
+            by side, e.g. an array of shape (blocks, block_bytes): the fastest form; or blocks of a GPU's cache.
         block_bytes: Length of each block.
         writable: Whether they will be written.
 
     Raises:
         InvalidBufferError: A buffer of another length, read-only where it is to be written, or not contiguous.
     """
+    if isinstance(buffers, FarBlocks):
+        if buffers.block_bytes != block_bytes:
+            raise InvalidBufferError(
+                f"the cache's blocks have {buffers.block_bytes} bytes; the namespace's have {block_bytes} (block_bytes)"
+            )
+        return buffers
     if isinstance(buffers, list | tuple):
         return Blocks(block_bytes, pieces=_pieces(buffers, block_bytes, writable=writable))
     view = _flat(buffers, "buffers", writable=writable)
@@ -93,7 +100,7 @@ def _tensor_view(part: Buffer, name: str) -> memoryview:
     if torch is None or not isinstance(part, torch.Tensor):
         raise InvalidBufferError(f"{name} is {type(part).__name__}, which has no buffer; give an array or bytes")
     if part.device.type != "cpu":
-        raise InvalidBufferError(f"{name} is on {part.device}; only CPU tensors can be given here")
+        raise InvalidBufferError(f"{name} is on {part.device}; give CPU tensors, or GpuCache.blocks (kvpool.gpu)")
     if not part.is_contiguous():
         raise _scattered(name)
     return memoryview(part.detach().view(torch.uint8).reshape(-1).numpy())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.client.far import read_batch
 from kvpool.client.nodes import Use
 from kvpool.client.results import LoadResult
 from kvpool.core.directory import DISK, MissReason
@@ -174,7 +175,7 @@ class _Load:
             batch = self._batch(segment.segment_id, copies, blocks, self._destinations.select(blocks))
             failpoint("client.read.before_copy")
             with client._nodes.reading(node, len(blocks) * batch.block_bytes):
-                statuses = transport.read(batch, deadline)
+                statuses = read_batch(transport, batch, segment.medium, deadline)
         except KvpoolError as error:
             for block in blocks:
                 self._reasons[block] = miss_reason(error)

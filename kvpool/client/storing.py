@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvpool.client.far import within_reach
 from kvpool.client.nodes import Use
 from kvpool.client.results import Reservation, StoreResult, WriteResult
 from kvpool.core.directory import Want
@@ -215,7 +216,7 @@ def _write_segment(
                 block_bytes=namespace.block_bytes,
                 shard=grant.shard,
                 hashes=select_hashes(reservation.hashes, some),
-                sources=sources.select(some),
+                sources=within_reach(sources.select(some), transport),
             )
             for grant, some in zip(grants, blocks, strict=True)
         ]

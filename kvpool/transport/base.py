@@ -115,6 +115,9 @@ class Transport(ABC):
     name: str
     """Its scheme, as counters and logs show it."""
 
+    reaches_far = False
+    """Whether it moves `FarBlocks`; others are given host memory, and what is read there is loaded on by the client."""
+
     @abstractmethod
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """Read the batch's blocks; one `ReadStatus` each, by ``deadline``."""

@@ -3,7 +3,8 @@
 Side by side is the fast case: neighbours move in one copy, and nothing is made per block in Python.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,11 @@ Pieces = list[memoryview]
 """One block's bytes: flat byte views, in order, together exactly the block's length."""
 
 Bytes = NDArray[np.uint8]
+
+Seeds = Callable[[], list[int]]
+
+Stored = Callable[[], list[int]]
+"""Waits for copies that were begun; the checksums of their blocks."""
 
 
 class Blocks:
@@ -43,3 +49,45 @@ class Blocks:
         if self.whole is None:
             return Blocks(self.block_bytes, pieces=self._pieces[first : last + 1])
         return Blocks(self.block_bytes, whole=self.whole[first * self.block_bytes : (last + 1) * self.block_bytes])
+
+
+class FarBlocks(Blocks, ABC):
+    """Memory of blocks that the processor cannot reach, such as a GPU's: it moves its own bytes, and checks them.
+
+    Only transports that read and write mapped memory are given such blocks: `Transport.reaches_far`.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def select(self, blocks: Sequence[int]) -> "FarBlocks":
+        """See `Blocks.select`."""
+
+    def pieces(self, block: int) -> Pieces:
+        """Never: there is nothing here that can be viewed."""
+        raise TypeError(f"block {block} is not in host memory")
+
+    @abstractmethod
+    def load(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> list[int]:
+        """Copy the blocks that begin at ``starts`` in ``memory`` here; the checksum of each over what arrived.
+
+        Args:
+            memory: Host memory, in which the blocks lie.
+            starts: Byte offsets.
+            seeds: Gives the seeds of the checksums; called when copies are under way.
+            lasting: Whether ``memory`` is a mapping that will be used again, and so worth preparing.
+
+        Raises:
+            UnavailableError: The device refuses; nothing more is written then.
+        """
+
+    @abstractmethod
+    def begin_store(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> Stored:
+        """Begin to copy these blocks to ``starts`` in ``memory``; as `load` else.
+
+        What is returned must be called before ``memory`` is used or given back: it waits for the copies, and answers
+        the checksum of each block as it was read here.
+        """

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.ops.failpoints import failpoint
-from kvpool.transport.blocks import Blocks, Bytes, Pieces
+from kvpool.transport.blocks import Blocks, Bytes, FarBlocks, Pieces, Stored
 
 GROUP_BYTES = 1 << 20
 """Neighbouring small blocks are copied together up to this, then hashed one by one: a copy gets faster up to 1 MiB."""
@@ -51,6 +51,19 @@ def store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds
         destination = payload[start : start + (end - first) * length]
         checksums += _copy_run(destination, whole[first * length : end * length], length, seeds[first:end])
     return checksums
+
+
+def begin_store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds: list[int]) -> Stored:
+    """`store_slots`, but blocks in far memory are only begun; what is returned answers the checksums."""
+    if isinstance(blocks, FarBlocks):
+        return blocks.begin_store(payload, starts_of(slots), lambda: seeds, lasting=True)
+    checksums = store_slots(payload, slots, blocks, seeds)
+    return lambda: checksums
+
+
+def starts_of(slots: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """Where slots begin in their segment, in bytes."""
+    return slots.astype(np.uint64) * np.uint64(PAGE_BYTES)
 
 
 def fits(payload: Bytes, slots: NDArray[np.uint32], length: int) -> bool:

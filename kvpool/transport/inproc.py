@@ -14,7 +14,7 @@ from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus
 from kvpool.transport.blocks import Bytes
-from kvpool.transport.copying import scatter, store_slots
+from kvpool.transport.copying import begin_store_slots, scatter
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.shm import read_mapped
 from kvpool.transport.streams import Streams
@@ -84,6 +84,7 @@ class InprocTransport(Transport):
     """A node in this very process."""
 
     name = "inproc"
+    reaches_far = True
 
     def __init__(self, uri: str, _principal: str, incarnation: int, streams: int, _timeout_s: float) -> None:
         store = _stores.get(uri.partition("://")[2])
@@ -122,7 +123,8 @@ class InprocTransport(Transport):
             slots, generations = slots[ready], generations[ready]
             payload, seeds = self._store.payload(batch.segment_id), batch.seeds(generations, blocks)
             assert payload is not None, "a node prepares slots in memory alone"
-            checksums = np.array(store_slots(payload, slots, batch.sources.select(blocks), seeds), np.uint64)
+            stored = begin_store_slots(payload, slots, batch.sources.select(blocks), seeds)
+            checksums = np.array(stored(), np.uint64)
             done = self._store.commit_slots(
                 batch.segment_id, batch.reservation, self._owner, slots, generations, checksums
             )

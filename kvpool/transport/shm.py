@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, UnavailableError
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
-from kvpool.transport.blocks import Bytes
-from kvpool.transport.copying import fits, load_slots, store_slots
+from kvpool.transport.blocks import Bytes, FarBlocks
+from kvpool.transport.copying import begin_store_slots, fits, load_slots, starts_of
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.pool import ConnectionPool
@@ -35,7 +35,7 @@ from kvpool.transport.wire.messages import (
     Message,
     pack,
 )
-from kvpool.transport.writing import write_grants
+from kvpool.transport.writing import Commit, write_grants
 
 DISK_REQUEST_BYTES_MAX = 8 << 20
 """Bytes of one read of what is on disk: while they are sent, another stream's are read."""
@@ -87,12 +87,16 @@ def read_mapped(payload: Bytes, batch: ReadBatch, streams: Streams) -> bytearray
     """Copy the batch's blocks out of a mapped segment; one `ReadStatus` each."""
     if not fits(payload, batch.slots, batch.block_bytes):
         return bytearray([ReadStatus.BAD]) * len(batch.destinations)
-    slots, destinations, seeds = batch.slots, batch.destinations, batch.seeds()
+    slots, destinations = batch.slots, batch.destinations
+    if isinstance(destinations, FarBlocks):
+        found = destinations.load(payload, starts_of(slots), batch.seeds, lasting=True)
+    else:
+        seeds = batch.seeds()
 
-    def part(first: int, end: int) -> list[int]:
-        return load_slots(payload, slots[first:end], destinations.select(range(first, end)), seeds[first:end])
+        def part(first: int, end: int) -> list[int]:
+            return load_slots(payload, slots[first:end], destinations.select(range(first, end)), seeds[first:end])
 
-    found = list(chain.from_iterable(streams.split(len(destinations), batch.block_bytes, part)))
+        found = list(chain.from_iterable(streams.split(len(destinations), batch.block_bytes, part)))
     failpoint("client.read.before_verify")
     expected = batch.checksums.tolist()
     if found == expected:
@@ -104,6 +108,7 @@ class ShmTransport(Transport):
     """Mapped shared memory of a node on this host, reached through its Unix socket (``shm:///path``)."""
 
     name = "shm"
+    reaches_far = True
 
     def __init__(self, uri: str, principal: str, incarnation: int, streams: int, timeout_s: float) -> None:
         path = uri.partition("://")[2]
@@ -131,7 +136,7 @@ class ShmTransport(Transport):
 
         def move(
             batch: WriteBatch, blocks: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]
-        ) -> tuple[Message, Buffers]:
+        ) -> Commit:
             mapping = self._mapping(batch.segment_id, deadline)
             if mapping is None:
                 raise ProtocolError("a write grant for a segment that nobody maps")
@@ -139,9 +144,13 @@ class ShmTransport(Transport):
             if not fits(payload, slots, batch.block_bytes):
                 raise ProtocolError("the node prepared slots outside its own segment")
             seeds = batch.seeds(generations, blocks)
-            checksums = store_slots(payload, slots, batch.sources.select(blocks), seeds)
-            where = (slots.tobytes(), generations.tobytes(), pack(checksums, "<u8"))
-            return CommitSlotsRequest(batch.segment_id, batch.reservation, *where), ()
+            stored = begin_store_slots(payload, slots, batch.sources.select(blocks), seeds)
+
+            def commit() -> tuple[Message, Buffers]:
+                where = (slots.tobytes(), generations.tobytes(), pack(stored(), "<u8"))
+                return CommitSlotsRequest(batch.segment_id, batch.reservation, *where), ()
+
+            return commit
 
         return write_grants(self._connections, batches, move, deadline)
 

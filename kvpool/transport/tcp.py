@@ -17,9 +17,9 @@ from kvpool.transport.copying import GROUP_BYTES, checksum, checksums_side_by_si
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.streams import Streams
-from kvpool.transport.wire.connection import Buffers, Connection
-from kvpool.transport.wire.messages import Message, ReadReply, ReadRequest, WriteRequest, pack, unpack
-from kvpool.transport.writing import write_grants
+from kvpool.transport.wire.connection import Connection
+from kvpool.transport.wire.messages import ReadReply, ReadRequest, WriteRequest, pack, unpack
+from kvpool.transport.writing import Commit, write_grants
 
 REQUEST_BYTES_MAX = 64 << 20
 """Bytes asked for in one frame, so that one request neither pins nor delays too much."""
@@ -136,9 +136,7 @@ def _take(
             yield some, [checksum(p, seeds[b]) for p, b in zip(pieces, some, strict=True)]
 
 
-def _ready(
-    batch: WriteBatch, blocks: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]
-) -> tuple[Message, Buffers]:
+def _ready(batch: WriteBatch, blocks: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> Commit:
     """See `writing.Move`: the payload goes out straight from the caller's memory."""
     seeds, sources = batch.seeds(generations, blocks), batch.sources.select(blocks)
     if sources.whole is not None:
@@ -149,4 +147,4 @@ def _ready(
         payload = [piece for block in pieces for piece in block]
         checksums = [checksum(block, seed) for block, seed in zip(pieces, seeds, strict=True)]
     where = (slots.tobytes(), generations.tobytes(), pack(checksums, "<u8"))
-    return WriteRequest(batch.segment_id, batch.reservation, *where), payload
+    return lambda: (WriteRequest(batch.segment_id, batch.reservation, *where), payload)

@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from kvpool import Namespace, SettingsError
+from kvpool.gpu import PageRuns
 from kvpool_connector.vllm.config import ConnectorConfig
-from kvpool_connector.vllm.pages import PageRuns
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -5,50 +5,32 @@ layer, logically (blocks, heads, tokens, content) and possibly strided; what is 
 packed formats and padding travel unseen.
 """
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvpool import KvpoolError
+from kvpool.gpu import GpuBlocks, GpuCache, PageRuns
+
+LOAD_STEP_BYTES = 8 << 20
+"""Blocks are loaded and scattered so many bytes at a time: they are still in the cache when they are scattered."""
+
+GPU_STEP_BYTES = 512 << 20
+"""The same where blocks go straight into GPU memory: so long that waiting for the last check costs little."""
+
 Bytes = NDArray[np.uint8]
+
+
+log = logging.getLogger("vllm.kvpool")
 
 
 class UnsupportedLayoutError(Exception):
     """A KV cache whose pages cannot be described as one run of bytes a block and layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageRuns:
-    """Where the pages lie in one allocation, in bytes.
-
-    Attributes:
-        offsets: Where each run of pages begins, one a layer; a single one when a block's layers are neighbours.
-        stride: From one block to the next.
-        size_bytes: Of one page.
-        blocks: Blocks in the cache.
-    """
-
-    offsets: tuple[int, ...]
-    stride: int
-    size_bytes: int
-    blocks: int
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one stored block."""
-        return len(self.offsets) * self.size_bytes
-
-    @property
-    def layer_stride(self) -> int | None:
-        """From one layer to the next, where that is the same for all."""
-        steps = {b - a for a, b in zip(self.offsets, self.offsets[1:], strict=False)}
-        if len(steps) > 1:
-            return None
-        return steps.pop() if steps else 0
 
 
 def page_runs(caches: Mapping[str, torch.Tensor]) -> PageRuns:
@@ -91,8 +73,16 @@ class Pages(ABC):
     The cache belongs to the engine: callers hold references to the blocks they name while a call runs.
     """
 
+    step_bytes = LOAD_STEP_BYTES
+    """About how much to load at a time."""
+
     def __init__(self, runs: PageRuns) -> None:
         self.runs = runs
+
+    def direct(self, blocks: Sequence[int]) -> GpuBlocks | None:
+        """The blocks as a buffer of kvpool's client; None where it takes `gather` and `scatter`."""
+        del blocks
+        return None
 
     @abstractmethod
     def gather(self, blocks: Sequence[int], out: Bytes) -> None:
@@ -116,7 +106,13 @@ def open_pages(caches: Mapping[str, torch.Tensor]) -> Pages:
     runs = page_runs(caches)
     storage = next(iter(caches.values())).untyped_storage()
     memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return HostPages(memory.numpy(), runs) if storage.device.type == "cpu" else DevicePages(memory, runs)
+    if storage.device.type == "cpu":
+        return HostPages(memory.numpy(), runs)
+    try:
+        return GpuPages(memory, runs)
+    except (KvpoolError, MemoryError) as error:
+        log.warning("kvpool moves GPU pages by torch's indexing, which is slow: %s", error)
+        return DevicePages(memory, runs)
 
 
 class HostPages(Pages):
@@ -191,6 +187,41 @@ class DevicePages(Pages):
         """See `Pages.wait`."""
         if fence is not None:
             fence.synchronize()
+
+
+class GpuPages(DevicePages):
+    """A KV cache in CUDA memory, moved by kvpool's copy engine and kernels.
+
+    Raises:
+        UnavailableError: No CuPy, or no GPU.
+        InvalidBufferError: Pages that the kernels cannot move.
+        MemoryError: No GPU memory left for staging.
+    """
+
+    step_bytes = GPU_STEP_BYTES
+
+    def __init__(self, memory: torch.Tensor, runs: PageRuns) -> None:
+        super().__init__(memory, runs)
+        self._cache = GpuCache(memory.data_ptr(), runs, device=memory.get_device(), owner=memory)
+
+    def direct(self, blocks: Sequence[int]) -> GpuBlocks:
+        """See `Pages.direct`."""
+        return self._cache.blocks(blocks)
+
+    def gather(self, blocks: Sequence[int], out: Bytes) -> None:
+        """See `Pages.gather`."""
+        starts, seeds = self._whole(blocks)
+        self.direct(blocks).begin_store(out.reshape(-1), starts, seeds, lasting=False)()
+
+    def scatter(self, blocks: Sequence[int], data: Bytes) -> None:
+        """See `Pages.scatter`."""
+        starts, seeds = self._whole(blocks)
+        self.direct(blocks).load(data.reshape(-1), starts, seeds, lasting=False)
+
+    def _whole(self, blocks: Sequence[int]) -> tuple[NDArray[np.uint64], Callable[[], list[int]]]:
+        """Where blocks lie in an array of just them; and seeds, since something has to be summed."""
+        starts = np.arange(len(blocks), dtype=np.uint64) * np.uint64(self.runs.block_bytes)
+        return starts, lambda: [0] * len(blocks)
 
 
 def _parts(runs: PageRuns) -> list[PageRuns]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvpool import Keyspace, Reservation, Want
+from kvpool import Keyspace, LoadResult, Reservation, Want
 from kvpool.core.limits import HASH_BYTES
 from kvpool.core.namespace import parse_namespace
 from kvpool_connector.vllm.config import ConnectorConfig
@@ -30,9 +30,6 @@ from kvpool_connector.vllm.pages import Bytes, Pages, UnsupportedLayoutError, op
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-LOAD_STEP_BYTES = 8 << 20
-"""Blocks are loaded and scattered so many bytes at a time: they are still in the cache when they are scattered."""
 
 IDLE_WAIT_S = 0.004
 """How long an idle step waits for a job to end: the most by which it can delay a request that comes meanwhile."""
@@ -219,20 +216,30 @@ class PoolWorker:
         if keyspace is None:
             return 0, "the pool is not reached"
         pages.wait(fence)
-        staging = self._staged(LOAD_STEP_BYTES)
-        for start in range(0, len(job.blocks), len(staging)):
+        step = max(1, pages.step_bytes // self._block_bytes)
+        for start in range(0, len(job.blocks), step):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or job.number in self._cancelled:
                 return start, "over_deadline" if left_s <= 0 else "cancelled"
-            some = job.blocks[start : start + len(staging)]
+            some = job.blocks[start : start + step]
             first = job.first + start
             hashes = job.hashes[: (first + len(some)) * HASH_BYTES]
-            result = keyspace.load(hashes, staging[: len(some)], first=first, shard=self._shard, timeout_s=left_s)
-            if result.loaded:
-                pages.scatter(some[: result.loaded], staging[: result.loaded])
+            result = self._load_some(keyspace, pages, hashes, some, first, left_s)
             if result.loaded < len(some):
                 return start + result.loaded, str(result.reasons[result.loaded])
         return len(job.blocks), ""
+
+    def _load_some(
+        self, keyspace: Keyspace, pages: Pages, hashes: bytes, blocks: list[int], first: int, left_s: float
+    ) -> LoadResult:
+        direct = pages.direct(blocks)
+        if direct is not None:
+            return keyspace.load(hashes, direct, first=first, shard=self._shard, timeout_s=left_s)
+        staging = self._staged(pages.step_bytes)[: len(blocks)]
+        result = keyspace.load(hashes, staging, first=first, shard=self._shard, timeout_s=left_s)
+        if result.loaded:
+            pages.scatter(blocks[: result.loaded], staging[: result.loaded])
+        return result
 
     # Saves
 
@@ -268,6 +275,10 @@ class PoolWorker:
         if keyspace is None:
             return None
         pages.wait(fence)
+        direct = pages.direct(job.blocks)
+        if direct is not None:
+            written = keyspace.write(job.reservation, direct, shard=self._shard, timeout_s=left_s)
+            return written.committed, written.crowded
         staging = self._staged(len(wanted) * self._block_bytes)[: len(wanted)]
         pages.gather([job.blocks[i] for i in wanted], staging)
         return _write_wanted(keyspace, job.reservation, staging, wanted, self._shard, left_s)

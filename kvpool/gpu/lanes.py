@@ -1,0 +1,250 @@
+"""One direction of traffic between host memory and a paged cache: streams, staging, and what checks the bytes.
+
+Two ways. Pages of 64 KiB and more are loaded by the copy engine, straight from host memory to their places; a kernel
+only reads them, to sum them. Smaller pages, saves, and memory that is not page-locked yet go through a ring of staging
+buffers in GPU memory in large copies, and a kernel moves and sums at once. docs/design/gpu.md has the figures that this
+was chosen by.
+
+Nothing here uses the compute stream or waits on it: callers wait for what computed the pages before they store them.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.core.errors import UnavailableError
+from kvpool.gpu.copies import Addresses, Copies, CopyEngine, packed_copies, page_copies
+from kvpool.gpu.kernels import Kernels, sums_bytes
+from kvpool.gpu.layout import PageRuns
+from kvpool.gpu.pinning import PIECE_BYTES, pinned
+from kvpool.transport.blocks import Bytes, Seeds, Stored
+
+log = logging.getLogger("kvpool.gpu")
+
+CALL_BYTES = 512 << 20
+CALL_BLOCKS = 4_096
+"""Bytes and blocks that are moved and then checked in one go; longer calls are cut."""
+
+PART_BYTES = 16 << 20
+"""Bytes of one staging buffer, or of one list of copies: large enough for the link's full speed."""
+
+CHECK_BYTES = 128 << 20
+"""Copied bytes that one launch sums: few launches disturb computing little, the last one delays a call little."""
+
+RING = 2
+
+TO_GPU = 1
+TO_HOST = 2
+"""Ways, by CUDA's own numbers."""
+
+ENGINE_PAGE_BYTES = 64 << 10
+"""Least page that is loaded by the copy engine: a copy takes 0.5 to 1 µs of a processor, smaller ones longer than the
+link needs for them."""
+
+
+class _Call:
+    """What one call needs of its own: ids, seeds and checksums; and when it has ended.
+
+    The kernels write the checksums straight into host memory: a copy would queue behind those of the next blocks.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._table = cupy.empty((2, blocks), np.uint64)
+        locked = cupy.cuda.alloc_pinned_memory(3 * blocks * self._table.itemsize)
+        self._host: NDArray[np.uint64] = np.frombuffer(locked, np.uint64, 3 * blocks).reshape(3, blocks)
+        self.ids: int = self._table.data.ptr
+        self.seeds = self.ids + blocks * self._table.itemsize
+        self.found: int = self._host[2].ctypes.data
+        self.count = 0
+        self.copied: Any = None
+        self.ended: Any = None
+        self._unsent: tuple[Addresses, Seeds] | None = None
+
+    def take(self, ids: Addresses, seeds: Seeds) -> None:
+        """Begin with these blocks."""
+        self.count = len(ids)
+        self._unsent = ids, seeds
+
+    def send(self, stream: int) -> None:
+        """Ids and seeds to the GPU, unless they are there."""
+        if self._unsent is not None:
+            ids, seeds = self._unsent
+            self._host[0, : self.count] = ids
+            self._host[1, : self.count] = seeds()
+            cupy.cuda.runtime.memcpyAsync(self.ids, self._host.ctypes.data, self._table.nbytes, TO_GPU, stream)
+            self._unsent = None
+
+    def checksums(self) -> list[int]:
+        """The checksums, once all has been moved and checked: sleeps while it is moved, then looks for the end."""
+        self.copied.synchronize()
+        self.ended.synchronize()
+        found: list[int] = self._host[2, : self.count].tolist()
+        return found
+
+
+class Lane:
+    """Moves blocks one way; each direction of a cache has its own. Thread-safe: calls follow each other on the GPU.
+
+    Args:
+        way: `TO_GPU` or `TO_HOST`.
+        runs: The cache's layout, checked.
+        address: Of the cache.
+        kernels: Compiled for it.
+        engine: The copy engine, or None to send everything through the kernels.
+        device: Number of the GPU.
+    """
+
+    def __init__(
+        self, way: int, runs: PageRuns, address: int, kernels: Kernels, engine: CopyEngine | None, device: int
+    ) -> None:
+        self._way = way
+        self._runs = runs
+        self._address = address
+        self._kernels = kernels
+        self._engine = engine if way == TO_GPU and runs.size_bytes >= ENGINE_PAGE_BYTES else None
+        self._device = device
+        self._lock = threading.Lock()
+        self._copying = cupy.cuda.Stream(non_blocking=True)
+        # First in line where a multiprocessor becomes free, or a busy engine would hold transfers up for ever.
+        self._working = cupy.cuda.Stream(non_blocking=True, priority=-5)
+        self._call_blocks = min(CALL_BLOCKS, max(1, CALL_BYTES // runs.block_bytes))
+        self._part_blocks = max(1, PART_BYTES // runs.block_bytes)
+        self._check_blocks = max(1, CHECK_BYTES // runs.block_bytes)
+        self._staging = cupy.empty(RING * self._part_blocks * runs.block_bytes, np.uint8)
+        self._free: list[Any] = [None] * RING
+        self._parts = 0
+        self._sums = cupy.empty(self._call_blocks * sums_bytes(runs.block_bytes), np.uint8)
+        self._accumulators = cupy.empty((self._call_blocks, 8), np.uint64)
+        self._calls = [_Call(self._call_blocks)]
+        cupy.cuda.get_current_stream().synchronize()  # CuPy may still be using what it gave out
+
+    def begin(self, memory: Bytes, starts: Addresses, ids: Addresses, seeds: Seeds, *, lasting: bool) -> Stored:
+        """Begin to move blocks ``ids`` from or to ``starts`` in host memory.
+
+        Args:
+            memory: Host memory.
+            starts: Byte offsets into it.
+            ids: Blocks of the cache, all different.
+            seeds: Gives the seeds of the checksums; called when copies are under way.
+            lasting: Whether ``memory`` is a mapping that will be used again, and worth page-locking.
+
+        Returns:
+            Must be called: waits until all has been moved, and answers the checksums of what the cache holds there.
+
+        Raises:
+            UnavailableError: The GPU refuses; what was to be written is not known then, but no more is. The call that
+                waits may raise it too.
+        """
+        host = starts + np.uint64(memory.ctypes.data)
+        mapping = pinned(memory, self._device) if lasting else None
+        direct = self._engine is not None and mapping is not None and mapping.complete
+        begun: list[_Call] = []
+        with self._lock, self._errors():
+            for blocks in _spans(len(ids), self._call_blocks):
+                some = slice(blocks.start, blocks.stop)
+                call = self._calls.pop() if self._calls else _Call(self._call_blocks)
+                begun.append(call)
+                call.take(ids[some], partial(_some_of, seeds, some))
+                move = self._by_engine if direct else self._by_kernel
+                move(call, host[some], ids[some], mapping.origin if mapping is not None else 0)
+                self._check(call)
+        return partial(self._end, begun, memory)
+
+    def _end(self, begun: list[_Call], memory: Bytes) -> list[int]:
+        with self._errors():
+            checksums = [checksum for call in begun for checksum in call.checksums()]
+        self._calls += begun
+        del memory  # kept until now: a mapping that is dropped while it is copied from or to would go at once
+        return checksums
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """On this lane's GPU; when anything fails, nothing is under way any more."""
+        with cupy.cuda.Device(self._device) as gpu:
+            try:
+                gpu.use()  # makes its context this thread's: the copy engine's call, of the driver's own, does not
+                yield
+            except BaseException as error:
+                with suppress(cupy.cuda.runtime.CUDARuntimeError):
+                    self._copying.synchronize()
+                    self._working.synchronize()
+                log.warning("a transfer with GPU %d failed: %s", self._device, error)
+                if isinstance(error, cupy.cuda.runtime.CUDARuntimeError):
+                    raise UnavailableError(f"the GPU refuses a transfer: {error}") from error
+                raise
+
+    def _check(self, call: _Call) -> None:
+        """Finish the checksums of a call's blocks, once all are summed."""
+        call.copied = _mark(self._copying, block=True)
+        with self._working:
+            self._kernels.finish(call.count, self._sums.data.ptr, call.seeds, self._accumulators.data.ptr, call.found)
+        call.ended = _mark(self._working)
+
+    def _by_engine(self, call: _Call, host: Addresses, ids: Addresses, origin: int) -> None:
+        assert self._engine is not None
+        pages = len(self._runs.offsets)
+        for checked in _spans(len(ids), self._check_blocks):
+            some = slice(checked.start, checked.stop)
+            copies = page_copies(self._runs, self._address, ids[some], host[some])
+            for part in _spans(len(checked), self._part_blocks):
+                now = copies.part(part.start * pages, part.stop * pages).within(origin, PIECE_BYTES)
+                self._engine.copy(now.device, now.host, now.size_bytes, self._copying.ptr)
+            self._working.wait_event(_mark(self._copying))
+            self._move("sum", call, checked, 0)
+
+    def _by_kernel(self, call: _Call, host: Addresses, ids: Addresses, origin: int) -> None:
+        for part in _spans(len(ids), self._part_blocks):
+            buffer, self._parts = self._parts % RING, self._parts + 1
+            at = self._staging.data.ptr + buffer * self._part_blocks * self._runs.block_bytes
+            copies = packed_copies(self._runs.block_bytes, at, host[part.start : part.stop]).within(origin, PIECE_BYTES)
+            first, then = (self._copying, self._working) if self._way == TO_GPU else (self._working, self._copying)
+            if self._free[buffer] is not None:
+                first.wait_event(self._free[buffer])
+            if self._way == TO_GPU:
+                self._copy(copies)
+            else:
+                self._move("gather", call, part, at)
+            then.wait_event(_mark(first))
+            if self._way == TO_GPU:
+                self._move("scatter", call, part, at)
+            else:
+                self._copy(copies)
+            self._free[buffer] = _mark(then)
+
+    def _move(self, kernel: str, call: _Call, blocks: range, packed: int) -> None:
+        sums = self._sums.data.ptr + blocks.start * sums_bytes(self._runs.block_bytes)
+        call.send(self._working.ptr)
+        with self._working:
+            ids, seeds = (rows + 8 * blocks.start for rows in (call.ids, call.seeds))
+            self._kernels.move(kernel, len(blocks), ids, packed, seeds, sums)
+
+    def _copy(self, copies: Copies) -> None:
+        for host, device, size_bytes in zip(
+            copies.host.tolist(), copies.device.tolist(), copies.size_bytes.tolist(), strict=True
+        ):
+            to, source = (device, host) if self._way == TO_GPU else (host, device)
+            cupy.cuda.runtime.memcpyAsync(to, source, size_bytes, self._way, self._copying.ptr)
+
+
+def _spans(count: int, step: int) -> Iterator[range]:
+    """``range(count)`` in ranges of up to ``step``."""
+    for first in range(0, count, step):
+        yield range(first, min(first + step, count))
+
+
+def _some_of(seeds: Seeds, some: slice) -> list[int]:
+    return seeds()[some]
+
+
+def _mark(stream: Any, *, block: bool = False) -> Any:  # noqa: ANN401 - CuPy's streams and events
+    """An event for what was begun on ``stream`` so far; with ``block``, whoever waits for it sleeps."""
+    event = cupy.cuda.Event(block=block, disable_timing=True)
+    event.record(stream)
+    return event

@@ -1,0 +1,161 @@
+"""Blocks that the processor cannot reach, through a real pool: each transport, misses, and bytes changed on the way."""
+
+import os
+from contextlib import closing
+
+import numpy as np
+import pytest
+import xxhash
+
+import kvpool
+from kvpool.core.directory import MissReason
+from kvpool.core.errors import InvalidBufferError, UnavailableError
+from kvpool.embedded import EmbeddedPool
+from kvpool.ops.settings import MetaSettings, NodeSettings
+from kvpool.transport.blocks import FarBlocks
+
+BLOCK_BYTES = 8192
+TRANSPORTS = ["inproc", "shm", "unix", "tcp"]
+
+
+class Device:
+    """A memory that only its own blocks touch; blocks in ``damaged`` change on their way there."""
+
+    def __init__(self, blocks):
+        self.memory = np.zeros((blocks, BLOCK_BYTES), np.uint8)
+        self.damaged = set()
+        self.refuses = False
+
+    def blocks(self, ids):
+        return DeviceBlocks(self, list(ids))
+
+
+class DeviceBlocks(FarBlocks):
+    def __init__(self, device, ids):
+        super().__init__(BLOCK_BYTES)
+        self.device, self.ids = device, ids
+
+    def __len__(self):
+        return len(self.ids)
+
+    def select(self, blocks):
+        return DeviceBlocks(self.device, [self.ids[block] for block in blocks])
+
+    def load(self, memory, starts, seeds, *, lasting):
+        for i, start in zip(self.ids, starts, strict=True):
+            self._move(memory, int(start), i, into=True)
+        return self._sums(seeds)
+
+    def begin_store(self, memory, starts, seeds, *, lasting):
+        for i, start in zip(self.ids, starts, strict=True):
+            self._move(memory, int(start), i, into=False)
+        return lambda: self._sums(seeds)
+
+    def _move(self, memory, start, block, *, into):
+        if self.device.refuses:
+            raise UnavailableError("the device refuses")
+        mine, theirs = self.device.memory[block], memory[start : start + BLOCK_BYTES]
+        if into:
+            mine[:] = theirs
+            if block in self.device.damaged:
+                mine[77] ^= 1
+        else:
+            theirs[:] = mine
+
+    def _sums(self, seeds):
+        return [
+            xxhash.xxh3_64_intdigest(self.device.memory[i], seed) for i, seed in zip(self.ids, seeds(), strict=True)
+        ]
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("far")
+    node = NodeSettings(
+        node_id="far",
+        size="16MiB",
+        data_port=0,
+        grpc_port=0,
+        segment_dir=folder,
+        unix_socket=folder / "far.sock",
+        keep_segment=False,
+    )
+    with EmbeddedPool(MetaSettings(grpc_port=0, framed_port=0), node) as running:
+        yield running
+
+
+@pytest.fixture(params=TRANSPORTS)
+def keyspace(request, pool):
+    with closing(kvpool.connect(pool.uri, transports=[request.param])) as client:
+        name = f"far-{os.urandom(8).hex()}"
+        yield client.namespace(kvpool.Namespace(model=name, block_tokens=16, block_bytes=BLOCK_BYTES))
+
+
+@pytest.fixture
+def device():
+    device = Device(40)
+    device.memory[:] = np.random.default_rng(9).integers(0, 256, device.memory.shape, np.uint8)
+    return device
+
+
+def chain(blocks):
+    return [os.urandom(32) for _ in range(blocks)]
+
+
+def test_a_round_trip_keeps_every_byte(keyspace, device):
+    """Far memory to the pool and back to other blocks, and to a plain array; the rest is untouched."""
+    hashes, source, target = chain(6), [30, 2, 17, 3, 4, 5], [11, 39, 0, 8, 9, 10]
+    before = device.memory.copy()
+    assert keyspace.store(hashes, device.blocks(source)).stored == 6
+    assert np.array_equal(device.memory, before)
+    assert keyspace.load(hashes, device.blocks(target)).loaded == 6
+    before[target] = before[source]
+    assert np.array_equal(device.memory, before)
+    plain = np.zeros((6, BLOCK_BYTES), np.uint8)
+    assert keyspace.load(hashes, plain).loaded == 6
+    assert np.array_equal(plain, before[source])
+
+
+def test_large_transfers_are_staged_in_steps(keyspace, device, monkeypatch):
+    monkeypatch.setattr("kvpool.client.far.STAGED_BYTES", 3 * BLOCK_BYTES)
+    hashes = chain(8)
+    assert keyspace.store(hashes, device.blocks(range(8))).stored == 8
+    assert keyspace.load(hashes, device.blocks(range(20, 28))).loaded == 8
+    assert np.array_equal(device.memory[20:28], device.memory[:8])
+
+
+def test_bytes_that_change_on_the_way_are_a_miss(keyspace, device):
+    """The checksum is of what arrived in far memory; the pool's copy is good, and stays."""
+    hashes = chain(4)
+    keyspace.store(hashes, device.blocks(range(4)))
+    device.damaged = {12}
+    result = keyspace.load(hashes, device.blocks(range(10, 14)))
+    assert result.reasons == (None, None, MissReason.VERIFY_FAILED, None)
+    device.damaged = set()
+    assert keyspace.load(hashes, device.blocks(range(10, 14))).loaded == 4
+
+
+def test_a_device_that_refuses_is_a_miss_and_nothing_is_stored(keyspace, device):
+    hashes, others = chain(3), chain(3)
+    keyspace.store(hashes, device.blocks(range(3)))
+    device.refuses = True
+    assert keyspace.load(hashes, device.blocks(range(3))).loaded == 0
+    assert keyspace.store(others, device.blocks(range(3))).refused == 3
+    device.refuses = False
+    assert keyspace.match(others).blocks == 0
+
+
+def test_blocks_that_are_not_there_are_left_alone(keyspace, device):
+    hashes = chain(5)
+    keyspace.store(hashes[:3], device.blocks(range(3)))
+    before = device.memory[30:35].copy()
+    result = keyspace.load(hashes, device.blocks(range(30, 35)))
+    assert result.loaded == 3
+    assert np.array_equal(device.memory[33:35], before[3:])
+
+
+def test_blocks_of_another_length_are_refused(pool, device):
+    with closing(kvpool.connect(pool.uri)) as client:
+        other = client.namespace(kvpool.Namespace(model="longer", block_tokens=16, block_bytes=2 * BLOCK_BYTES))
+        with pytest.raises(InvalidBufferError, match="8192 bytes"):
+            other.load(chain(1), device.blocks([0]))
