@@ -99,7 +99,8 @@ class RoleProcess(ChildProcess):
     """One `kvpool` role in a process of its own; a context manager that leaves no process behind."""
 
     def __init__(self, role: str, options: Mapping[str, object], log: Path) -> None:
-        flags = [f"--{name}={value}" for name, value in {**options, "format": "json"}.items()]
+        given = {**options, "format": "json"}
+        flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
         super().__init__(f"kvpool {role}", [sys.executable, "-m", "kvpool.cli.main", role, *flags], log)
 
     def ready(self, timeout_s: float = READY_S) -> dict[str, Any]:

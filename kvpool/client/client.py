@@ -32,7 +32,11 @@ class Client:
     def __init__(self, uri: str, transports: Sequence[str], timeout_s: float, streams: int, principal: str) -> None:
         self.timeout_s = check_timeout(timeout_s)
         self._meta = MetaClient(uri, principal)
-        self._nodes = Nodes(tuple(transports), principal, streams)
+        try:
+            self._nodes = Nodes(tuple(transports), uri, principal, streams)
+        except BaseException:
+            self._meta.close()
+            raise
         self._counters = Counters()
         self._streams = Streams(streams)
         self._closed = threading.Event()

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 from kvpool.client.breaker import Breaker
 from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
 from kvpool.core.members import MemberState
-from kvpool.transport import Transport, open_best, scheme_of
+from kvpool.transport import Transport, open_best, prepare_transport, scheme_of
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.wire.messages import NodeInfo, SegmentInfo, Topology
@@ -29,13 +29,18 @@ class Nodes:
 
     Args:
         schemes: Schemes to use, in the order to try them.
+        pool_uri: The pool's.
         principal: Who is calling.
         streams: Connections that one large transfer may use.
     """
 
-    def __init__(self, schemes: tuple[str, ...], principal: str, streams: int) -> None:
+    def __init__(self, schemes: tuple[str, ...], pool_uri: str, principal: str, streams: int) -> None:
         for scheme in schemes:
             scheme_of(f"{scheme}://")
+        with ExitStack() as undo:
+            for scheme in schemes:
+                undo.callback(prepare_transport(scheme, pool_uri))
+            self._prepared = undo.pop_all()
         self._schemes = schemes
         self._principal = principal
         self._streams = streams
@@ -99,6 +104,7 @@ class Nodes:
     def close(self) -> None:
         """Close all transports."""
         self._transports.close()
+        self._prepared.close()
 
     def _is_local(self, node: NodeInfo) -> bool:
         """Whether the node is reached, or could be, without a network."""

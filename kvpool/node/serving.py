@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 
 from kvpool.core.errors import ProtocolError, UsageError
 from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, SLOTS_PER_CALL_MAX
+from kvpool.node.pulling import Pulling
 from kvpool.node.store import NodeStore, Receiving
 from kvpool.transport.base import WriteStatus
 from kvpool.transport.copying import checksum
+from kvpool.transport.ucx.process import UcxProcess
 from kvpool.transport.wire.messages import (
     AttachReply,
     AttachRequest,
@@ -38,9 +40,10 @@ class DataSession:
         store: What to serve.
         owner: The connection's number: the owner of its slots.
         local: Whether the peer is on this host, so that file descriptors can be passed to it.
+        ucx: The node's UCX process, if it has one.
     """
 
-    def __init__(self, store: NodeStore, owner: int, local: bool) -> None:
+    def __init__(self, store: NodeStore, owner: int, local: bool, ucx: UcxProcess | None = None) -> None:
         self._store = store
         self._owner = owner
         self._local = local
@@ -53,6 +56,9 @@ class DataSession:
             AttachRequest: self._attach,
             Ping: self._ping,
         }
+        self._pulling = None if ucx is None else Pulling(store, ucx, owner)
+        if self._pulling is not None:
+            self._handlers |= self._pulling.handlers
 
     def greet(self, principal: str) -> None:
         """See `Session.greet`; reads and writes are bound by grants and generations, not by names."""
@@ -67,6 +73,8 @@ class DataSession:
     def closed(self) -> None:
         """See `Session.closed`."""
         self._store.drop_owner(self._owner)
+        if self._pulling is not None:
+            self._pulling.closed()
 
     def _read(self, request: ReadRequest, payload: Payload) -> Reply:
         self._store.check_segment(request.segment_id)

@@ -1,7 +1,7 @@
 """What a transport promises: moving batches of blocks between the caller's buffers and one node's slots."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -115,6 +115,20 @@ class Transport(ABC):
     name: str
     """Its scheme, as counters and logs show it."""
 
+    carrier: str = ""
+    """What moves the bytes below it, as far as it is not the scheme that says so: transport and device."""
+
+    @classmethod
+    def prepare(cls, pool_uri: str) -> Callable[[], None]:
+        """Get ready what a process's transports of this kind share, for the pool at ``pool_uri``; what lets go of it.
+
+        Raises:
+            SettingsError: What this transport needs is not installed.
+            UnavailableError: It cannot be had now.
+        """
+        del pool_uri
+        return _nothing
+
     @abstractmethod
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """Read the batch's blocks; one `ReadStatus` each, by ``deadline``."""
@@ -126,3 +140,7 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release connections and mappings; calls in flight end with FAILED or ClosedError."""
+
+
+def _nothing() -> None:
+    """What lets go of nothing."""

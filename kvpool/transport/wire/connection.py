@@ -5,6 +5,7 @@ itself; nothing else is safe.
 """
 
 import math
+import select
 import socket
 import struct
 import time
@@ -142,6 +143,15 @@ class FramedSocket:
             self.receive_into(piece)
             size_bytes -= len(piece)
 
+    def hung_up(self) -> bool:
+        """Whether the peer has closed the connection, and nothing of it is left to read."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Close now; a thread blocked on the socket wakes with an error."""
         with suppress(OSError):  # not connected any more
@@ -265,6 +275,14 @@ class Connection:
         except BaseException as error:
             self._fail(error)
             raise
+
+    def readable(self, timeout_s: float) -> bool:
+        """Whether a reply has begun to arrive, or the peer has gone, within ``timeout_s``."""
+        if self.closed:
+            return True
+        poll = select.poll()
+        poll.register(self._framed.sock, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
 
     def take_descriptors(self, count: int) -> list[int]:
         """Receive ``count`` file descriptors; the caller owns them."""
