@@ -13,7 +13,6 @@ from kvpool.core.errors import CapacityError, KvpoolError, ProtocolError
 from kvpool.core.limits import PAGE_BYTES, SLOTS_PER_CALL_MAX
 from kvpool.node.segment import Segment
 from kvpool.node.store import NodeStore, Receiving
-from kvpool.ops.logging import get_logger
 from kvpool.transport.base import WriteStatus
 from kvpool.transport.copying import checksum
 from kvpool.transport.deadline import Deadline
@@ -23,9 +22,6 @@ from kvpool.transport.wire.messages import Done, Message, Statuses, unpack
 from kvpool.transport.wire.server import Payload, Reply
 
 START_TIMEOUT_S = 15.0
-CALL_TIMEOUT_S = 5.0
-
-log = get_logger(__name__)
 
 
 def serve_segment(segment: Segment, devices: str) -> UcxProcess:
@@ -75,7 +71,7 @@ class Pulling:
 
     def _offer(self, request: OfferRequest, payload: Payload) -> Reply:
         self._store.check_segment(request.segment_id)
-        return Reply(self._process.region(Deadline(CALL_TIMEOUT_S)))
+        return Reply(self._process.region(Deadline(payload.timeout_s)))
 
     def _register(self, request: RegisterRequest, payload: Payload) -> Reply:
         if len(request.agent) > AGENT_BYTES_MAX or request.size_bytes < PAGE_BYTES or request.address % PAGE_BYTES:
@@ -86,7 +82,7 @@ class Pulling:
         region = Region(request.agent, request.address, request.size_bytes)
         if self._writer is None or self._writer[0] != region or self._writer[1].life != self._process.starts:
             self.closed()
-            self._writer = (region, self._process.meet(region, Deadline(CALL_TIMEOUT_S)))
+            self._writer = (region, self._process.meet(region, Deadline(payload.timeout_s)))
         return Reply(Done(0))
 
     def _pull(self, request: PullRequest, payload: Payload) -> Reply:
@@ -102,8 +98,6 @@ class Pulling:
         pages = unpack("pages", request.pages, "<u4", count)
         places = self._store.begin_receive(slots, generations, self._owner)
         arrived = self._fill(places, pages, checksums, payload)
-        if arrived is None:
-            return Reply(Statuses(bytes([WriteStatus.FAILED]) * count))
         where = (request.segment_id, request.reservation, self._owner)
         statuses = np.frombuffer(self._store.commit_slots(*where, slots, generations, checksums), np.uint8).copy()
         statuses[~arrived] = WriteStatus.BAD
@@ -115,14 +109,15 @@ class Pulling:
         pages: NDArray[np.uint32],
         checksums: NDArray[np.uint64],
         payload: Payload,
-    ) -> NDArray[np.bool_] | None:
-        """Read the blocks into their slots; False where other bytes arrived than the writer has, None if none did.
+    ) -> NDArray[np.bool_]:
+        """Read the blocks into their slots; False where other bytes arrived than the writer has.
 
-        Slots stay pinned for as long as anything can still be written to them.
+        Slots stay pinned for as long as anything can still be written to them. When the transfer fails they stay the
+        connection's, which the writer closes then, if it has not gone itself: that tells the directory too.
         """
         mine = {i: place for i, place in enumerate(places) if place is not None}
         arrived = np.ones(len(places), np.bool_)
-        sound = dict.fromkeys(mine, False)
+        sound = dict.fromkeys(mine, True)
 
         def end() -> None:
             self._store.end_receive([(place, sound[i]) for i, place in mine.items()])
@@ -134,12 +129,8 @@ class Pulling:
             transfer = self._begin(list(mine.values()), pages[list(mine)], payload)
             transfer.wait(Deadline(payload.timeout_s), payload.is_wanted)
             for i, place in mine.items():
-                arrived[i] = sound[i] = checksum([place.view], place.seed) == int(checksums[i])
-        except ProtocolError:
-            raise
-        except KvpoolError as error:
-            log.warning("pull_failed", error=str(error), blocks=len(mine))
-            return None
+                sound[i] = checksum([place.view], place.seed) == int(checksums[i])
+                arrived[i] = sound[i]
         finally:
             if transfer is None:
                 end()

@@ -131,6 +131,7 @@ class UcxProcess:
         self._closed = False
         self._spawned_s = -math.inf
         self._folder = tempfile.TemporaryDirectory(prefix="kvpool-ucx-")
+        self._region = Region(b"", 0, 0)
         self._child: subprocess.Popen[bytes] | None = None
         self._connections: ConnectionPool | None = None
         self._late: Counter[Peer] = Counter()
@@ -147,8 +148,8 @@ class UcxProcess:
 
     def region(self, deadline: Deadline) -> Region:
         """The region, as others are told of it. Raises as `start`."""
-        with self._pool(deadline)[1].connection(deadline.left_s()) as connection:
-            return connection.call(RegionRequest(), Region, deadline.left_s())
+        self._pool(deadline)
+        return self._region
 
     def meet(self, region: Region, deadline: Deadline) -> Peer:
         """Make another region known, until `forget`; raises UnavailableError when it cannot be reached."""
@@ -262,7 +263,10 @@ class UcxProcess:
         if self._child.stdout.readline() != READY:
             self._end()
             raise UnavailableError("the UCX process did not start; its standard error says why")
-        return ConnectionPool(f"unix://{self._socket()}", f"pid:{os.getpid()}", self._incarnation)
+        pool = ConnectionPool(f"unix://{self._socket()}", f"pid:{os.getpid()}", self._incarnation)
+        with pool.connection(deadline.left_s()) as connection:
+            self._region = connection.call(RegionRequest(), Region, deadline.left_s())
+        return pool
 
     def _socket(self) -> Path:
         return Path(self._folder.name) / f"{self.starts}.sock"

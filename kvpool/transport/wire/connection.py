@@ -144,13 +144,10 @@ class FramedSocket:
             size_bytes -= len(piece)
 
     def hung_up(self) -> bool:
-        """Whether the peer has closed the connection, and nothing of it is left to read."""
-        try:
-            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """Whether the peer has closed the connection, be there something of it left to read or not."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Close now; a thread blocked on the socket wakes with an error."""
