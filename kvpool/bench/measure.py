@@ -53,7 +53,7 @@ class PoolProcesses:
 
 @contextlib.contextmanager
 def pool_processes(
-    node_bytes: int | None, *, nodes: int = 1, meta_unix: bool = False, **meta: object
+    node_bytes: int | None, *, nodes: int = 1, meta_unix: bool = False, ucx: bool = False, **meta: object
 ) -> Iterator[PoolProcesses]:
     """A metadata service and, unless ``node_bytes`` is None, store nodes; nothing of them is left behind.
 
@@ -61,6 +61,7 @@ def pool_processes(
         node_bytes: Memory of each node.
         nodes: How many.
         meta_unix: Whether the service offers its Unix socket, which clients on this host then prefer.
+        ucx: Whether nodes serve the ucx transport.
         meta: Further settings of the service.
     """
     with contextlib.ExitStack() as stack:
@@ -81,6 +82,8 @@ def pool_processes(
                 "data_port": 0,
                 "grpc_port": 0,
             }
+            if ucx:
+                options["ucx"] = True
             node = stack.enter_context(RoleProcess("node", _flags(options), folder / f"node-{i}.log"))
             node.ready()
             pids.append(node.pid)

@@ -78,13 +78,16 @@ class Client:
             self._meta.find(deadline)
             for node in self._meta.topology.nodes:
                 with suppress(KvpoolError):  # then it has no transport, and that is shown
-                    self._nodes.transport(node, deadline)
-        names = self._nodes.names()
+                    self._nodes.reach(node, deadline)
+        names, carriers = self._nodes.names(), self._nodes.carriers()
         return PoolStatus(
             incarnation=answer.incarnation,
             version=answer.version,
             namespaces={n.namespace.hex(): n.document.decode() for n in answer.namespaces},
-            nodes=tuple(_node_status(node, names.get(node.incarnation)) for node in answer.topology.nodes),
+            nodes=tuple(
+                _node_status(node, names.get(node.incarnation), carriers.get(node.incarnation, ""))
+                for node in answer.topology.nodes
+            ),
             counters=dict(answer.counters),
             recovery=_recovery_status(answer.recovery),
         )
@@ -128,6 +131,7 @@ class Client:
             verify_failures=counters.verify_failures,
             stores_refused=counters.stores_refused,
             reconnects=max(0, self._meta.reconnects),
+            fallbacks=self._nodes.fallbacks(),
         )
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
@@ -196,7 +200,7 @@ def _recovery_status(message: admin_pb2.Recovery) -> RecoveryStatus:
     return RecoveryStatus(message.active, message.nodes_reported, message.nodes_expected, message.lasted_s)
 
 
-def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:
+def _node_status(node: common_pb2.Node, transport: str | None, carrier: str) -> NodeStatus:
     segments = tuple(
         SegmentStatus(s.segment_id.hex(), s.medium, s.capacity_bytes, s.used_bytes, s.blocks) for s in node.segments
     )
@@ -208,6 +212,7 @@ def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:
         blocks=sum(s.blocks for s in segments),
         endpoints=tuple(node.endpoints),
         transport=transport,
+        carrier=carrier,
         segments=segments,
         scrub=Scrub.of(node.scrub),
     )

@@ -101,6 +101,20 @@ class Nodes:
         """Name of the transport in use, by node incarnation."""
         return {incarnation: transport.name for incarnation, transport in self._transports.items()}
 
+    def reach(self, node: NodeInfo, deadline: Deadline) -> None:
+        """Open the transport to ``node``, and the way to its segments; raises UnavailableError."""
+        transport = self.transport(node, deadline)
+        for segment in node.segments:
+            transport.reach(segment.segment_id, deadline)
+
+    def carriers(self) -> dict[int, str]:
+        """What moves the bytes below the transport in use, where its name does not say so; by node incarnation."""
+        return {incarnation: transport.carrier for incarnation, transport in self._transports.items()}
+
+    def fallbacks(self) -> int:
+        """Transports in use that run over something slower than they are meant for."""
+        return sum(transport.fell_back for _, transport in self._transports.items())
+
     def close(self) -> None:
         """Close all transports."""
         self._transports.close()

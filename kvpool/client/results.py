@@ -109,6 +109,7 @@ class ClientStats:
         verify_failures: Blocks whose bytes were not the right ones.
         stores_refused: Blocks that a store could not place or finish.
         reconnects: Times the metadata service had to be found again.
+        fallbacks: Nodes now reached over something slower than the transport is meant for: ucx over TCP alone.
     """
 
     loaded_bytes: dict[str, int]
@@ -117,6 +118,7 @@ class ClientStats:
     verify_failures: int
     stores_refused: int
     reconnects: int
+    fallbacks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,8 @@ class SegmentStatus:
 class NodeStatus:
     """One node; ``transport`` is what this client uses to reach it, None before its first use.
 
-    ``scrub`` is what the node has checked of its blocks since it started.
+    ``carrier`` is what moves the bytes below it, where its name does not say so: for ucx the transports and devices
+    that UCX has chosen. ``scrub`` is what the node has checked of its blocks since it started.
     """
 
     node_id: str
@@ -146,6 +149,7 @@ class NodeStatus:
     transport: str | None
     segments: tuple[SegmentStatus, ...]
     scrub: Scrub = field(default_factory=Scrub)
+    carrier: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,10 @@ class Transport(ABC):
     """Its scheme, as counters and logs show it."""
 
     carrier: str = ""
-    """What moves the bytes below it, as far as it is not the scheme that says so: transport and device."""
+    """What moves the bytes below it, where the scheme does not say so: transport and device, once they are known."""
+
+    fell_back: bool = False
+    """Whether the carrier is a slower one than the transport is meant for, and nobody asked for that."""
 
     @classmethod
     def prepare(cls, pool_uri: str) -> Callable[[], None]:
@@ -136,6 +139,9 @@ class Transport(ABC):
     @abstractmethod
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """Prepare, write and commit the blocks of some grants; one `WriteStatus` each, by ``deadline``."""
+
+    def reach(self, segment_id: bytes, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
+        """Do what a first read of the segment begins with, so that ``carrier`` is known; raises KvpoolError."""
 
     @abstractmethod
     def close(self) -> None:

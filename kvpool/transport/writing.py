@@ -100,8 +100,7 @@ def _write_all(
 ) -> None:
     _post_prepares(connection, batches, deadline)
     moved = [
-        _move_one(connection, batch, status, move, deadline)
-        for batch, status in zip(batches, statuses, strict=True)
+        _move_one(connection, batch, status, move, deadline) for batch, status in zip(batches, statuses, strict=True)
     ]
     for prepared in moved:
         if prepared.blocks:
@@ -113,9 +112,7 @@ def _post_prepares(connection: Connection, batches: Sequence[WriteBatch], deadli
         connection.post(PrepareRequest(batch.grant), deadline.left_s())
 
 
-def _move_one(
-    connection: Connection, batch: WriteBatch, status: bytearray, move: Move, deadline: Deadline
-) -> Prepared:
+def _move_one(connection: Connection, batch: WriteBatch, status: bytearray, move: Move, deadline: Deadline) -> Prepared:
     """Move what the node has slots for, and ask it to commit."""
     prepared = _prepared(connection, batch, status, deadline)
     if prepared.blocks:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -89,8 +90,7 @@ class Frozen:
 
 
 def _state(pid: int, thread: int) -> str:
-    with open(f"/proc/{pid}/task/{thread}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0]
+    return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_another_client_loads_what_one_stored(shared, rng):
@@ -324,3 +324,28 @@ def test_ucx_processes_rest_when_nothing_moves_and_end_with_their_parents(pool, 
     client.close()
     pool.stop(pool.nodes["n0"])
     assert [helper.is_running() for helper in helpers] == [False, False]
+
+
+def test_what_ucx_has_chosen_is_shown(shared):
+    client = shared.connect("ucx")
+    (node,) = client.status(reach=True).nodes
+    shown = subprocess.run(
+        [sys.executable, "-m", "kvpool.cli.main", "status", f"--pool={shared.uri}", "--transports=ucx"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "200"},
+        check=True,
+    )
+
+    assert (node.transport, node.carrier) == ("ucx", "tcp/lo")
+    assert client.stats().fallbacks == 0, "TCP was asked for"
+    assert "ucx (tcp/lo)" in shown.stdout
+
+
+def test_a_fall_to_tcp_that_nobody_asked_for_is_counted(shared, monkeypatch):
+    client = shared.connect("ucx")
+    monkeypatch.delenv("UCX_TLS")
+
+    client.status(reach=True)
+
+    assert client.stats().fallbacks == 1

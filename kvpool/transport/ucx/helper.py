@@ -23,6 +23,7 @@ from kvpool.ops.logging import configure, get_logger
 from kvpool.ops.settings import LogSettings
 from kvpool.transport.ucx.messages import (
     ForgetRequest,
+    PeerReply,
     PeerRequest,
     Region,
     RegionRequest,
@@ -98,7 +99,7 @@ class _Session:
         self._log = ucx_log
         self._handlers: dict[type[Message], Callable[[Any], Message]] = {
             RegionRequest: lambda _: self._agent.region,
-            PeerRequest: lambda r: Done(self._agent.add_peer(Region(r.agent, r.address, r.size_bytes))),
+            PeerRequest: self._meet,
             ForgetRequest: self._forget,
             TransferRequest: self._transfer,
         }
@@ -116,6 +117,10 @@ class _Session:
 
     def closed(self) -> None:
         """See `Session.closed`."""
+
+    def _meet(self, request: PeerRequest) -> Message:
+        number = self._agent.add_peer(Region(request.agent, request.address, request.size_bytes))
+        return PeerReply(number, self._log.carrier())
 
     def _forget(self, request: ForgetRequest) -> Message:
         self._agent.forget_peer(request.peer)

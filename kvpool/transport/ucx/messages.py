@@ -59,12 +59,20 @@ class RegionRequest(Message, frozen=True):
 
 
 class PeerRequest(Message, frozen=True):
-    """Make another process's region known to a UCX process. Answered by Done: the peer's number."""
+    """Make another process's region known to a UCX process."""
 
     kind = 52
     agent: bytes
     address: int
     size_bytes: int
+
+
+class PeerReply(Message, frozen=True):
+    """The peer's number; ``carrier`` as in TransferReply."""
+
+    kind = 53
+    number: int
+    carrier: str
 
 
 class ForgetRequest(Message, frozen=True):
@@ -75,7 +83,7 @@ class ForgetRequest(Message, frozen=True):
 
 
 class TransferRequest(Message, frozen=True):
-    """Read blocks of ``pages_each`` pages from the peer's pages ``theirs`` into the own pages ``ours`` (uint32 each)."""
+    """Read blocks of ``pages_each`` pages from the peer's ``theirs`` into ``ours`` (first pages, uint32 each)."""
 
     kind = 56
     peer: int

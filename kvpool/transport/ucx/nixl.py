@@ -4,10 +4,10 @@ import itertools
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +70,7 @@ class Agent:
         shown = self._register(exported)
         if local is not exported:
             self._register(local)
-        agent = bytes(self._agent.getLocalPartialMD(shown, True, [self._backend]))
+        agent = bytes(self._agent.getLocalPartialMD(shown, inc_conn_info=True, backends=[self._backend]))
         self.region = Region(agent, exported.ctypes.data, exported.nbytes)
         self._pages = self._prepare(self._nixl.NIXL_INIT_AGENT, local.ctypes.data, local.nbytes)
         self._size_bytes = local.nbytes
@@ -93,7 +93,7 @@ class Agent:
                 name = self._agent.loadRemoteMD(region.agent)
                 name = name.decode() if isinstance(name, bytes) else name
                 pages = self._prepare(name, region.address, region.size_bytes)
-            except Exception as error:  # noqa: BLE001 - NIXL's errors have no common class
+            except Exception as error:
                 raise UnavailableError(f"the peer's memory cannot be reached over UCX: {error}") from error
             number = next(self._numbers)
             self._peers[number] = _Peer(name, region.agent, pages, region.size_bytes)
@@ -154,7 +154,7 @@ class Agent:
         if state != self._nixl.NIXL_SUCCESS:
             raise UnavailableError(f"UCX gave up a read: {state}")
 
-    def _register(self, memory: NDArray[np.uint8]) -> Any:
+    def _register(self, memory: NDArray[np.uint8]) -> object:
         regions = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(memory.ctypes.data, memory.nbytes, 0, "")])
         self._agent.registerMem(regions, [self._backend])
         return regions
@@ -171,7 +171,7 @@ class Agent:
             peer.broken = True
             self._attempt(self._agent.invalidateRemoteMD, peer.name)
 
-    def _attempt(self, call: Any, *args: object) -> None:
+    def _attempt(self, call: Callable[..., object], *args: object) -> None:
         try:
             call(*args)
         except Exception as error:
@@ -190,7 +190,7 @@ def carrier_of(log: str) -> str:
 
 
 def _each_page(firsts: NDArray[np.uint32], pages_each: int) -> NDArray[np.int32]:
-    return (firsts.astype(np.int32)[:, None] + np.arange(pages_each, dtype=np.int32)).ravel()
+    return np.add.outer(firsts.astype(np.int32), np.arange(pages_each, dtype=np.int32)).ravel()
 
 
 def _check_pages(firsts: NDArray[np.uint32], pages_each: int, size_bytes: int) -> None:

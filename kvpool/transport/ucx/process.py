@@ -29,6 +29,7 @@ from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.ucx.helper import READY, HelperSettings
 from kvpool.transport.ucx.messages import (
     ForgetRequest,
+    PeerReply,
     PeerRequest,
     Region,
     RegionRequest,
@@ -156,7 +157,9 @@ class UcxProcess:
         life, pool = self._pool(deadline)
         with pool.connection(deadline.left_s()) as connection:
             request = PeerRequest(region.agent, region.address, region.size_bytes)
-            return Peer(life, connection.call(request, Done, deadline.left_s()).count)
+            reply = connection.call(request, PeerReply, deadline.left_s())
+        self.carrier = reply.carrier or self.carrier
+        return Peer(life, reply.number)
 
     def forget(self, peer: Peer, timeout_s: float = 1.0) -> None:
         """The other end of `meet`."""
@@ -175,7 +178,9 @@ class UcxProcess:
         """
         life, pool = self._pool(deadline)
         if life != peer.life or self._late[peer]:
-            raise UnavailableError("the peer is not known any more" if life != peer.life else "the peer does not answer")
+            raise UnavailableError(
+                "the peer is not known any more" if life != peer.life else "the peer does not answer"
+            )
         request = TransferRequest(peer.number, pages_each, ours.tobytes(), theirs.tobytes())
         with ExitStack() as stack:
             connection = stack.enter_context(pool.connection(deadline.left_s()))
@@ -245,7 +250,7 @@ class UcxProcess:
             size_bytes=size_bytes,
             devices=self._devices,
         )
-        self._child = subprocess.Popen(
+        self._child = subprocess.Popen(  # noqa: S603 - our own interpreter, arguments as a list
             [sys.executable, "-m", "kvpool.transport.ucx.helper", msgspec.json.encode(settings).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -4,10 +4,10 @@ The node is asked over its framed connection only for what needs a decision: to 
 pull and commit. Acceptance is the checksum over the destination, as everywhere.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-
 
 from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError
 from kvpool.core.limits import PAGE_BYTES
@@ -59,10 +59,9 @@ class UcxTransport(Transport):
         host = pool_uri.partition("://")[2].rpartition(":")[0].strip("[]")
         return hold(devices_for(host), Deadline(START_TIMEOUT_S))[1]
 
-    @property
-    def carrier(self) -> str:
-        """See `Transport.carrier`."""
-        return self._side.process.carrier
+    def reach(self, segment_id: bytes, deadline: Deadline) -> None:
+        """See `Transport.reach`."""
+        self._peer(segment_id, deadline)
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`."""
@@ -93,7 +92,7 @@ class UcxTransport(Transport):
         statuses = bytearray([ReadStatus.FAILED]) * (end - first)
         step = max(1, LEASE_BYTES_MAX // (_pages_each(batch.block_bytes) * PAGE_BYTES))
         try:
-            peer, region = self._peers.get(batch.segment_id, partial(self._meet, batch.segment_id, deadline), deadline)
+            peer, region = self._peer(batch.segment_id, deadline)
             with self._connections.connection(deadline.left_s()) as node:
                 for start in range(first, end, step):
                     blocks = range(start, min(start + step, end))
@@ -139,10 +138,20 @@ class UcxTransport(Transport):
         expected = batch.checksums[some].tolist()
         return bytearray(ReadStatus.OK if f == e else ReadStatus.BAD for f, e in zip(found, expected, strict=True))
 
+    def _peer(self, segment_id: bytes, deadline: Deadline) -> tuple[Peer, Region]:
+        return self._peers.get(segment_id, partial(self._meet, segment_id, deadline), deadline)
+
     def _meet(self, segment_id: bytes, deadline: Deadline) -> tuple[Peer, Region]:
         with self._connections.connection(deadline.left_s()) as connection:
             region = connection.call(OfferRequest(segment_id), Region, deadline.left_s())
-        return self._side.process.meet(region, deadline), region
+        peer = self._side.process.meet(region, deadline)
+        self.carrier = self._side.process.carrier
+        if not self.fell_back and _fell_back(self.carrier):
+            self.fell_back = True
+            log.warning("ucx_over_tcp", node=self._connections.uri, carrier=self.carrier)
+        else:
+            log.info("ucx_carrier", node=self._connections.uri, carrier=self.carrier)
+        return peer, region
 
     def _forget(self, met: tuple[Peer, Region]) -> None:
         self._side.process.forget(met[0])
@@ -193,6 +202,12 @@ class UcxTransport(Transport):
         ready, blocks, lease = pulling.popleft()
         self._side.arena.release(lease)
         ready.spread(blocks, answer)
+
+
+def _fell_back(carrier: str) -> bool:
+    """Whether UCX moves data over TCP alone, though ``UCX_TLS`` does not ask for TCP."""
+    asked = "tcp" in os.environ.get("UCX_TLS", "").split(",")
+    return bool(carrier) and not asked and all(lane.startswith("tcp/") for lane in carrier.split())
 
 
 def _pages_each(block_bytes: int) -> int:

@@ -28,7 +28,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     kind: ClassVar[int] = 0
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:  # noqa: ANN401 - options of msgspec's
         super().__init_subclass__(**options)
         if cls.kind:
             KINDS[cls.kind] = cls
