@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvpool.core.errors import CapacityError, KvpoolError, ProtocolError
+from kvpool.core.limits import DEADLINE_S_MAX
 from kvpool.ops.logging import get_logger
 from kvpool.transport.wire.connection import Buffers, FramedSocket
 from kvpool.transport.wire.frame import Header
@@ -69,7 +70,7 @@ class Payload:
 
     def __init__(self, framed: FramedSocket, size_bytes: int, deadline_ms: int = 0) -> None:
         self.size_bytes = size_bytes
-        self.timeout_s = deadline_ms / 1000 or STALL_S
+        self.timeout_s = min(deadline_ms / 1000, DEADLINE_S_MAX) or STALL_S
         self._framed = framed
         self._left = size_bytes
 
