@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import grpc
 import numpy as np
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from kvpool.transport import ReadBatch, ReadStatus
 from kvpool.transport.blocks import Blocks
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.ucx.shared import _shared
+from kvpool.v1 import store_node_pb2, store_node_pb2_grpc
 from tests.integration.conftest import BLOCK_BYTES, Pool, blank, open_blocks, random_blocks, random_chain
 from tests.waiting import eventually
 
@@ -279,16 +281,19 @@ def test_a_client_killed_in_mid_read_harms_nobody_else(pool, child):
 
 def test_a_writer_killed_while_it_is_read_from_leaves_nothing_behind(pool, child):
     process, keyspace, _ = child
-    client = keyspace._client
-    used_bytes = 50 * BLOCK_BYTES
-    eventually(lambda: client.status().nodes[0].used_bytes == used_bytes)
+    with grpc.insecure_channel(pool.ready["n0"]["grpc"].removeprefix("grpc://")) as channel:
+        node = store_node_pb2_grpc.StoreNodeStub(channel)
 
-    with Frozen(helper_of(process.pid)):
-        ask(process, "store")
-        eventually(lambda: client.status().nodes[0].used_bytes > used_bytes)
-        process.kill()
+        def used_bytes() -> int:
+            return node.Stat(store_node_pb2.StatRequest(), timeout=5).node.segments[0].used_bytes
 
-    eventually(lambda: client.status().nodes[0].used_bytes == used_bytes)
+        before_bytes = used_bytes()
+        with Frozen(helper_of(process.pid)):
+            ask(process, "store")
+            eventually(lambda: used_bytes() == before_bytes + 50 * BLOCK_BYTES)
+            process.kill()
+
+        eventually(lambda: used_bytes() == before_bytes)
     chain = [bytes([100 + i]) * 32 for i in range(50)]
     eventually(lambda: keyspace.store(chain, blank(50)).stored == 50)
 

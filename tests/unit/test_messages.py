@@ -40,7 +40,9 @@ def test_every_kind_has_its_own_number_and_replies_are_odd():
 
     assert set(KINDS.values()) == named
     assert len({cls.kind for cls in named}) == len(named)
-    assert {"Welcome", "ErrorReply", "Done", "Statuses", "Region"} | {n for n in replies if n.endswith("Reply")} == replies
+    assert {"Welcome", "ErrorReply", "Done", "Statuses", "Region"} | {
+        n for n in replies if n.endswith("Reply")
+    } == replies
 
 
 @pytest.mark.parametrize("message", [Ping(), Hello(1, "me"), MatchRequest(bytes(32), bytes(64), 1, 0), *NESTED])

@@ -1,13 +1,14 @@
 """Two engines share a pool over UCX alone, with TCP underneath: bytes, answers, and a node that dies."""
 
+import itertools
 from contextlib import ExitStack
 
 import pytest
 
-from kvpool.bench.vllm_model import DEMO_MODEL
+from kvpool.bench.vllm_model import DEMO_MODEL, prompt_of
 from tests.integration.conftest import Pool
 from tests.vllm.engine_fixtures import BLOCK_BYTES, BLOCK_TOKENS, ENGINE, META, SHORT
-from tests.vllm.engines import Engine
+from tests.vllm.engines import Engine, soon
 
 pytest.importorskip("nixl_cu12", reason="needs NIXL: pip install 'kvpool[ucx]'")
 
@@ -16,10 +17,20 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
 LENGTHS = [33, 101, 300, 1_500]
 
 
+def uses_pool(engine):
+    """Whether the engine saves what it computes now; it starts without its pool."""
+    before = engine.count("save_blocks")
+    engine.ask(prompt_of(next(_seeds), 2 * BLOCK_TOKENS, DEMO_MODEL.vocabulary), 1)
+    engine.wait_saved()
+    return engine.count("save_blocks") > before
+
+
+_seeds = itertools.count(1 << 33)
+
+
 @pytest.fixture(scope="module")
 def engines(model, tmp_path_factory):
     """The pool, and two engines that have no way to it but UCX."""
-    assert DEMO_MODEL.vocabulary
     logs = tmp_path_factory.mktemp("engines")
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -34,6 +45,7 @@ def engines(model, tmp_path_factory):
             stack.callback(started[-1].close)
         for engine in started:
             engine.wait_ready()
+            soon(lambda engine=engine: uses_pool(engine), "the engine has reached the pool")
         yield pool, *started
         for engine in started:
             engine.quit()
@@ -51,8 +63,8 @@ def test_what_one_engine_computed_the_other_loads_over_ucx(engines, prompt):
     blocks = [length // BLOCK_TOKENS for length in LENGTHS]
     assert [answer.cached_tokens for answer in loaded] == [count * BLOCK_TOKENS for count in blocks]
     assert second.worker()["loaded_bytes"] == {"ucx": sum(blocks) * BLOCK_BYTES}
-    saved = first.worker()["saved"]
-    assert {key: saved[key] for key in second.worker()["loaded"]} == second.worker()["loaded"], "byte for byte"
+    saved, taken = first.worker()["saved"], second.worker()["loaded"]
+    assert {key: saved[key] for key in taken} == taken, "byte for byte"
     for engine in (first, second):
         engine.check_idle()
         assert engine.count("load_failures") == 0

@@ -5,6 +5,7 @@ was given: `Transfer.when_ended` says when that is over. Until then its peer get
 does not answer holds up no more than it has.
 """
 
+import logging
 import math
 import os
 import select
@@ -23,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, UnavailableError
-from kvpool.ops.logging import get_logger
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.ucx.helper import READY, HelperSettings
@@ -49,7 +49,7 @@ SPAWN_PAUSE_S = 1.0
 ENDED_S = 3600.0
 """A transfer that nobody waits for ends when UCX gives its peer up, long before this."""
 
-log = get_logger("kvpool.transport.ucx")
+log = logging.getLogger("kvpool.transport.ucx")
 
 
 class Transfer:
@@ -136,6 +136,7 @@ class UcxProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._connections: ConnectionPool | None = None
         self._late: Counter[Peer] = Counter()
+        self._forgotten: list[Peer] = []
         self._waiters: set[threading.Thread] = set()
 
     def start(self, deadline: Deadline) -> None:
@@ -162,7 +163,11 @@ class UcxProcess:
         return Peer(life, reply.number)
 
     def forget(self, peer: Peer, timeout_s: float = 1.0) -> None:
-        """The other end of `meet`."""
+        """The other end of `meet`; comes into effect when the peer's late transfers have ended."""
+        with self._lock:
+            if self._late[peer]:
+                self._forgotten.append(peer)
+                return
         pool = self._connections
         if pool is not None and peer.life == self.starts:
             with suppress(KvpoolError), pool.connection(timeout_s) as connection:
@@ -194,17 +199,26 @@ class UcxProcess:
             try:
                 wait()
             finally:
-                with self._lock:
-                    self._late[peer] -= 1
-                    if not self._late[peer]:
-                        del self._late[peer]
-                    self._waiters.discard(threading.current_thread())
+                self._ended(peer)
 
         thread = threading.Thread(target=run, name="kvpool-ucx-late", daemon=True)
         with self._lock:
             self._late[peer] += 1
             self._waiters.add(thread)
         thread.start()
+
+    def _ended(self, peer: Peer) -> None:
+        """A late transfer of ``peer`` has ended, and with it the current thread."""
+        with self._lock:
+            self._late[peer] -= 1
+            forgotten = 0
+            if not self._late[peer]:
+                del self._late[peer]
+                forgotten = self._forgotten.count(peer)
+                self._forgotten = [other for other in self._forgotten if other != peer]
+            self._waiters.discard(threading.current_thread())
+        for _ in range(forgotten):
+            self.forget(peer)
 
     def stop(self) -> None:
         """End the process, and with it every transfer."""
@@ -233,7 +247,7 @@ class UcxProcess:
 
     def _spawn(self) -> None:
         if self._child is not None:
-            log.warning("ucx_process_ended", exit_code=self._child.returncode)
+            log.warning("the UCX process has ended with status %s; it is started again", self._child.returncode)
             self._end()
         if time.monotonic() < self._spawned_s + SPAWN_PAUSE_S:
             raise UnavailableError("the UCX process has just ended; it is started again soon")

@@ -4,6 +4,7 @@ The node is asked over its framed connection only for what needs a decision: to 
 pull and commit. Acceptance is the checksum over the destination, as everywhere.
 """
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ from functools import partial
 
 from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError
 from kvpool.core.limits import PAGE_BYTES
-from kvpool.ops.logging import get_logger
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
 from kvpool.transport.copying import load_slots, store_slots
 from kvpool.transport.deadline import Deadline
@@ -31,7 +31,7 @@ START_TIMEOUT_S = 10.0
 BLOCK_BYTES_MAX = REGION_BYTES // 4
 """Larger blocks go through frames."""
 
-log = get_logger(__name__)
+log = logging.getLogger("kvpool.transport.ucx")
 
 
 class UcxTransport(Transport):
@@ -103,7 +103,7 @@ class UcxTransport(Transport):
         except DeadlineError:
             return statuses.replace(bytes([ReadStatus.FAILED]), bytes([ReadStatus.LATE]))
         except (KvpoolError, OSError) as error:
-            log.info("ucx_read_failed", node=self._connections.uri, error=str(error))
+            log.info("a read from %s failed: %s", self._connections.uri, error)
             self._peers.drop(batch.segment_id)  # what had arrived is verified; the next read meets the node anew
         return statuses
 
@@ -148,9 +148,9 @@ class UcxTransport(Transport):
         self.carrier = self._side.process.carrier
         if not self.fell_back and _fell_back(self.carrier):
             self.fell_back = True
-            log.warning("ucx_over_tcp", node=self._connections.uri, carrier=self.carrier)
+            log.warning("UCX reaches %s over TCP alone (%s)", self._connections.uri, self.carrier)
         else:
-            log.info("ucx_carrier", node=self._connections.uri, carrier=self.carrier)
+            log.info("UCX reaches %s over %s", self._connections.uri, self.carrier or "it does not say what")
         return peer, region
 
     def _forget(self, met: tuple[Peer, Region]) -> None:
