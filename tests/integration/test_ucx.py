@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -47,7 +47,6 @@ def calm_pool(tmp_path_factory):
         pool = Pool(tmp_path_factory.mktemp("pool"), stack)
         pool.start_meta(**{"expected-nodes": 1})
         pool.start_node("n0", "512MiB", ucx=True)
-        stack.enter_context(pool.connect("ucx"))  # keeps the UCX process of this one running
         yield pool
 
 
@@ -225,6 +224,24 @@ def test_a_read_over_its_deadline_never_writes_to_memory_that_was_given_back(poo
     assert not loaded.any()
     eventually(lambda: keyspace.load(chain, loaded).loaded == 50)
     np.testing.assert_array_equal(blocks, loaded)
+
+
+def test_closing_the_client_ends_a_read_under_way(pool, rng):
+    chain = random_chain(50)
+    client = pool.connect("ucx")
+    keyspace = open_blocks(client)
+    keyspace.store(chain, random_blocks(rng, 50))
+    keyspace.load(chain[:1], blank(1))
+    helper = helper_of(os.getpid())
+
+    with ThreadPoolExecutor(1) as threads, Frozen(helper_of(pool.nodes["n0"].pid)):
+        reading = threads.submit(keyspace.load, chain, blank(50), timeout_s=60)
+        eventually(lambda: not nothing_is_lent())
+        client.close()
+        with suppress(kvpool.ClosedError):
+            assert reading.result().loaded == 0
+
+    assert not helper.is_running()
 
 
 CLIENT = """

@@ -65,9 +65,8 @@ class Arena:
         return (self._slab.pages - self._slab.free_pages) * PAGE_BYTES
 
     def close(self) -> None:
-        """Drop the memory; those that wait for some get ClosedError."""
+        """Those that wait for memory get ClosedError; it goes with the last copy out of it."""
         with self._freed:
             self._closed = True
             self._freed.notify_all()
         os.close(self.descriptor)
-        self.payload = np.empty(0, np.uint8)
