@@ -164,7 +164,8 @@ def connect(
 
     Args:
         uri: ``grpc://host:port`` of its metadata service.
-        transports: Schemes to move blocks by, best first; the first that reaches a node is used for it.
+        transports: Schemes to move blocks by, best first; the first that reaches a node is used for it. ``ucx`` starts a
+            process first, which takes about a second, and is given up after 10.
         timeout_s: Deadline of calls that name none.
         streams: Threads, or connections, that one large transfer may use.
         principal: Who is calling, for the pool's logs; by default this process's number.
@@ -174,7 +175,7 @@ def connect(
 
     Raises:
         UnavailableError: The pool does not answer in ``timeout_s``.
-        UsageError: An address, a transport, or a number that cannot be.
+        UsageError: An address, a transport, or a number that cannot be, or a transport that is not installed.
     """
     if not isinstance(streams, int) or not 1 <= streams <= STREAMS_MAX:
         raise UsageError(f"streams is {streams!r}; use from 1 to {STREAMS_MAX}")
