@@ -164,8 +164,8 @@ def connect(
 
     Args:
         uri: ``grpc://host:port`` of its metadata service.
-        transports: Schemes to move blocks by, best first; the first that reaches a node is used for it. ``ucx`` starts a
-            process first, which takes about a second, and is given up after 10.
+        transports: Schemes to move blocks by, best first; the first that reaches a node is used for it. ``ucx``
+            starts a process first, which takes about a second, and is given up after 10.
         timeout_s: Deadline of calls that name none.
         streams: Threads, or connections, that one large transfer may use.
         principal: Who is calling, for the pool's logs; by default this process's number.

@@ -305,10 +305,12 @@ def test_a_writer_killed_while_it_is_read_from_leaves_nothing_behind(pool, child
             return node.Stat(store_node_pb2.StatRequest(), timeout=5).node.segments[0].used_bytes
 
         before_bytes = used_bytes()
-        with Frozen(helper_of(process.pid)):
+        with Frozen(helper_of(process.pid)) as helper:
             ask(process, "store")
             eventually(lambda: used_bytes() == before_bytes + 50 * BLOCK_BYTES)
             process.kill()
+            helper.kill()  # awake again it might still give all its bytes, and they would count
+            helper.wait()
 
         eventually(lambda: used_bytes() == before_bytes)
     chain = [bytes([100 + i]) * 32 for i in range(50)]

@@ -46,6 +46,9 @@ WATCH_S = 0.02
 SPAWN_PAUSE_S = 1.0
 """Least time from one start to the next: one that ends at once must not keep a core busy starting."""
 
+GRACE_S = 2.0
+"""How long late transfers of a peer that is gone may go on before NIXL is told to drop them."""
+
 ENDED_S = 3600.0
 """A transfer that nobody waits for ends when UCX gives its peer up, long before this."""
 
@@ -136,7 +139,7 @@ class UcxProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._connections: ConnectionPool | None = None
         self._late: Counter[Peer] = Counter()
-        self._forgotten: list[Peer] = []
+        self._stopping = threading.Event()
         self._waiters: set[threading.Thread] = set()
 
     def start(self, deadline: Deadline) -> None:
@@ -163,11 +166,30 @@ class UcxProcess:
         return Peer(life, reply.number)
 
     def forget(self, peer: Peer, timeout_s: float = 1.0) -> None:
-        """The other end of `meet`; comes into effect when the peer's late transfers have ended."""
-        with self._lock:
-            if self._late[peer]:
-                self._forgotten.append(peer)
-                return
+        """The other end of `meet`. Late transfers of the peer get `GRACE_S` to end: UCX may never notice its death."""
+        if self._late[peer]:
+            self._wait_aside(lambda: self._forget_later(peer, timeout_s))
+        else:
+            self._forget(peer, timeout_s)
+
+    def _forget_later(self, peer: Peer, timeout_s: float) -> None:
+        self._all_ended(peer)
+        self._forget(peer, timeout_s)
+        if not self._all_ended(peer):
+            # Nothing else is sure to end them; what other transfers lose are misses.
+            log.warning("reads from a peer that has gone do not end: the UCX process is ended for that")
+            with self._lock:
+                if peer.life == self.starts:
+                    self._end()
+
+    def _all_ended(self, peer: Peer) -> bool:
+        """Whether the peer has no late transfers any more; waits for that, for `GRACE_S` at most."""
+        until_s = time.monotonic() + GRACE_S
+        while self._late[peer] and time.monotonic() < until_s and not self._stopping.wait(WATCH_S):
+            pass
+        return not self._late[peer] or self._stopping.is_set()
+
+    def _forget(self, peer: Peer, timeout_s: float) -> None:
         pool = self._connections
         if pool is not None and peer.life == self.starts:
             with suppress(KvpoolError), pool.connection(timeout_s) as connection:
@@ -199,29 +221,33 @@ class UcxProcess:
             try:
                 wait()
             finally:
-                self._ended(peer)
+                with self._lock:
+                    self._late[peer] -= 1
+                    if not self._late[peer]:
+                        del self._late[peer]
+
+        with self._lock:
+            self._late[peer] += 1
+        self._wait_aside(run)
+
+    def _wait_aside(self, wait: Callable[[], None]) -> None:
+        """Run ``wait`` on a thread that `stop` waits for."""
+
+        def run() -> None:
+            try:
+                wait()
+            finally:
+                with self._lock:
+                    self._waiters.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name="kvpool-ucx-late", daemon=True)
         with self._lock:
-            self._late[peer] += 1
             self._waiters.add(thread)
         thread.start()
 
-    def _ended(self, peer: Peer) -> None:
-        """A late transfer of ``peer`` has ended, and with it the current thread."""
-        with self._lock:
-            self._late[peer] -= 1
-            forgotten = 0
-            if not self._late[peer]:
-                del self._late[peer]
-                forgotten = self._forgotten.count(peer)
-                self._forgotten = [other for other in self._forgotten if other != peer]
-            self._waiters.discard(threading.current_thread())
-        for _ in range(forgotten):
-            self.forget(peer)
-
     def stop(self) -> None:
         """End the process, and with it every transfer."""
+        self._stopping.set()
         with self._lock:
             self._closed = True
             self._end()
