@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 
-.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property simulation integration soak bench bench-vllm gpu clean
+.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property simulation integration soak bench bench-vllm gpu ucx clean
 
 setup: .venv/.ready
 
@@ -56,6 +56,11 @@ bench: setup
 gpu:
 	PYTHONPATH=.:connector $(PYTHON) -m pytest -q tests/gpu
 	PYTHONPATH=.:connector $(PYTHON) -m kvpool.cli.main bench gpu
+
+# NIXL is not part of `make setup`, and its tests are skipped without it. Less torch, which it names and never loads.
+ucx: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'nixl-cu12>=1.5,<2'
+	$(PYTEST) tests/integration/test_ucx.py tests/unit/test_ucx.py
 
 bench-vllm: setup-vllm
 	$(VLLM_BIN)/kvpool bench vllm

@@ -58,6 +58,7 @@ def pool_processes(
     nodes: int = 1,
     meta_unix: bool = False,
     disk: tuple[Path, int] | None = None,
+    ucx: bool = False,
     **meta: object,
 ) -> Iterator[PoolProcesses]:
     """A metadata service and, unless ``node_bytes`` is None, store nodes; nothing of them is left behind.
@@ -67,6 +68,7 @@ def pool_processes(
         nodes: How many.
         disk: Directory and bytes of a disk tier, for one node.
         meta_unix: Whether the service offers its Unix socket, which clients on this host then prefer.
+        ucx: Whether nodes serve the ucx transport.
         meta: Further settings of the service.
     """
     with contextlib.ExitStack() as stack:
@@ -89,6 +91,8 @@ def pool_processes(
             }
             if disk is not None:
                 options["disk"], options["disk_size"] = disk
+            if ucx:
+                options["ucx"] = True
             node = stack.enter_context(RoleProcess("node", _flags(options), folder / f"node-{i}.log"))
             node.ready()
             pids.append(node.pid)

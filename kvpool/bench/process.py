@@ -101,7 +101,8 @@ class RoleProcess(ChildProcess):
     def __init__(
         self, role: str, options: Mapping[str, object], log: Path, *, environ: Mapping[str, str] | None = None
     ) -> None:
-        flags = [f"--{name}={value}" for name, value in {**options, "format": "json"}.items()]
+        given = {**options, "format": "json"}
+        flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
         command = [sys.executable, "-m", "kvpool.cli.main", role, *flags]
         super().__init__(f"kvpool {role}", command, log, environ=environ)
 

@@ -78,7 +78,7 @@ def _measure(settings: ReplicaSettings, copies: int) -> ReplicaRow:
     chain = os.urandom(settings.blocks * HASH_BYTES)
     with ExitStack() as stack:
         pool = stack.enter_context(
-            pool_processes(2 * size_bytes, nodes=NODES, meta_unix=False, replicas_max=copies, **hot)
+            pool_processes(2 * size_bytes, nodes=NODES, meta_unix=False, ucx=False, replicas_max=copies, **hot)
         )
         client = stack.enter_context(kvpool.connect(pool.uri, transports=["tcp"], timeout_s=30.0))
         keyspace = client.namespace(namespace)

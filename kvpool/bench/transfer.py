@@ -16,6 +16,7 @@ import msgspec
 
 import kvpool
 from kvpool.bench.limits import Batch, Block, CopyLimit, Limit, Op, blocks_of, shared_memory, socket_limit
+from kvpool.bench.limits_ucx import children_of, ucx_limit
 from kvpool.bench.measure import GB, at_least, compare, percentile, pool_processes, rounded, segment_folder
 from kvpool.client.storing import step_blocks
 from kvpool.core.errors import KvpoolError, UsageError
@@ -23,8 +24,9 @@ from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, RESERVE_BLOCKS_MAX
 from kvpool.embedded import EmbeddedPool
 from kvpool.ops.settings import MetaSettings, NodeSettings
 from kvpool.transport.streams import STREAM_BYTES_MIN
+from kvpool.transport.ucx.nixl import require_nixl
 
-TRANSPORTS = ("shm", "unix", "tcp", "inproc")
+TRANSPORTS = ("shm", "unix", "tcp", "inproc", "ucx")
 OPS = tuple(op.name.lower() for op in Op)
 BLOCK_BYTES = (64 << 10, 1 << 20, 2 << 20)
 
@@ -155,8 +157,10 @@ def measure_transfer(settings: TransferSettings) -> TransferRow:
             kvpool.connect(uri, transports=(settings.transport,), timeout_s=TIMEOUT_S, streams=settings.streams)
         )
         namespace = kvpool.Namespace(model="kvpool-bench", block_tokens=16, block_bytes=settings.block_bytes)
-        limit = stack.enter_context(_limit(settings))
         memory = shared_memory(settings.count * settings.block_bytes)
+        if settings.transport == "ucx":
+            pids += children_of(pids)
+        limit = stack.enter_context(_limit(settings, memory))
         mover = _Mover(client.namespace(namespace), settings, memory)
         executor = stack.enter_context(ThreadPoolExecutor(settings.threads, "bench"))
 
@@ -264,7 +268,7 @@ class _Mover:
 def _pool(settings: TransferSettings) -> Iterator[tuple[str, tuple[int, ...]]]:
     """A pool; its address and the processes whose CPU time counts, this one included."""
     if settings.transport != "inproc":
-        with pool_processes(settings.pool_bytes) as pool:
+        with pool_processes(settings.pool_bytes, ucx=settings.transport == "ucx") as pool:
             yield pool.uri, (os.getpid(), *pool.pids)
         return
     with segment_folder() as folder:
@@ -276,8 +280,12 @@ def _pool(settings: TransferSettings) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 @contextlib.contextmanager
-def _limit(settings: TransferSettings) -> Iterator[Limit]:
+def _limit(settings: TransferSettings, memory: Block) -> Iterator[Limit]:
     op = Op[settings.op.upper()]
+    if settings.transport == "ucx":
+        with ucx_limit(memory, settings.block_bytes, settings.threads, settings.streams_used) as reads:
+            yield reads
+        return
     if settings.transport in {"shm", "inproc"}:
         copies = CopyLimit(op, settings.count, settings.block_bytes, settings.threads, settings.streams_used)
         with contextlib.closing(copies):
@@ -287,6 +295,15 @@ def _limit(settings: TransferSettings) -> Iterator[Limit]:
         settings.transport, op, settings.count, settings.block_bytes, settings.threads, settings.streams_used
     ) as limit:
         yield limit
+
+
+def transports_here() -> tuple[str, ...]:
+    """Those of `TRANSPORTS` that can be measured with what is installed."""
+    try:
+        require_nixl()
+    except UsageError:
+        return tuple(name for name in TRANSPORTS if name != "ucx")
+    return TRANSPORTS
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

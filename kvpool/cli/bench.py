@@ -86,7 +86,7 @@ def transfer(
     """Move blocks between a client and a node, every byte verified, in turns with the raw limit.
 
     The limit has as many threads and streams, and checks nothing: copies between two mappings of shared memory for
-    shm and inproc, scatter/gather sockets for tcp and unix.
+    shm and inproc, scatter/gather sockets for tcp and unix, NIXL's own reads for ucx.
     """
     settings = [
         TransferSettings(
@@ -227,7 +227,7 @@ def gpu(
 @bench.command(name="all")
 def all_(*, output: FormatOption = Format.TEXT) -> None:
     """Run every benchmark but vllm and gpu, which need more than kvpool, with its defaults; takes a few minutes."""
-    products = itertools.product(transfers.TRANSPORTS, transfers.OPS, transfers.BLOCK_BYTES)
+    products = itertools.product(transfers.transports_here(), transfers.OPS, transfers.BLOCK_BYTES)
     for rows in (
         _transfer_rows(TransferSettings(transport=t, op=op, block_bytes=size) for t, op, size in products),
         _lookup_rows(lookups.SIZES, 1_000, MEMORY_BLOCKS),

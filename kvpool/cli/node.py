@@ -24,6 +24,7 @@ from kvpool.ops.version import __version__
     "node.data_port",
     "node.grpc_port",
     "node.unix_socket",
+    "node.ucx",
     "node.insecure",
     "node.connections_max",
     "node.keep_segment",

@@ -42,7 +42,7 @@ def _view(pool_status: "PoolStatus") -> RenderableType:
             f"{node.blocks:,}",
             f"{100 * node.scrub.progress:.0f}%",
             node.scrub.bad_blocks,
-            node.transport or "none",
+            f"{node.transport} ({node.carrier})" if node.carrier else node.transport or "none",
             " ".join(uri for uri in node.endpoints if not uri.startswith("grpc://")),
             *([_disk(node)] if has_disks else []),
         )

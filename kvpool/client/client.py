@@ -10,7 +10,7 @@ from typing import Self
 from kvpool.client.counters import Counters
 from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
-from kvpool.client.nodes import Nodes, Use
+from kvpool.client.nodes import Nodes
 from kvpool.client.results import ClientStats, DrainStatus, NodeStatus, PoolStatus, RecoveryStatus, SegmentStatus
 from kvpool.core.directory import DISK
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
@@ -34,7 +34,11 @@ class Client:
     def __init__(self, uri: str, transports: Sequence[str], timeout_s: float, streams: int, principal: str) -> None:
         self.timeout_s = check_timeout(timeout_s)
         self._meta = MetaClient(uri, principal)
-        self._nodes = Nodes(tuple(transports), principal, streams)
+        try:
+            self._nodes = Nodes(tuple(transports), uri, principal, streams)
+        except BaseException:
+            self._meta.close()
+            raise
         self._counters = Counters()
         self._streams = Streams(streams)
         self._closed = threading.Event()
@@ -76,13 +80,16 @@ class Client:
             self._meta.find(deadline)
             for node in self._meta.topology.nodes:
                 with suppress(KvpoolError):  # then it has no transport, and that is shown
-                    self._nodes.transport(node, deadline, Use.DIAL)
-        names = self._nodes.names()
+                    self._nodes.reach(node, deadline)
+        names, carriers = self._nodes.names(), self._nodes.carriers()
         return PoolStatus(
             incarnation=answer.incarnation,
             version=answer.version,
             namespaces={n.namespace.hex(): n.document.decode() for n in answer.namespaces},
-            nodes=tuple(_node_status(node, names.get(node.incarnation)) for node in answer.topology.nodes),
+            nodes=tuple(
+                _node_status(node, names.get(node.incarnation), carriers.get(node.incarnation, ""))
+                for node in answer.topology.nodes
+            ),
             counters=dict(answer.counters),
             recovery=_recovery_status(answer.recovery),
         )
@@ -129,6 +136,7 @@ class Client:
             retries=self._meta.budget.retries,
             retries_denied=self._meta.budget.denied,
             overloaded=self._meta.overloaded,
+            fallbacks=self._nodes.fallbacks(),
         )
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
@@ -161,7 +169,8 @@ def connect(
 
     Args:
         uri: ``grpc://host:port`` of its metadata service.
-        transports: Schemes to move blocks by, best first; the first that reaches a node is used for it.
+        transports: Schemes to move blocks by, best first; the first that reaches a node is used for it. ``ucx``
+            starts a process first, which takes about a second, and is given up after 10.
         timeout_s: Deadline of calls that name none.
         streams: Threads, or connections, that one large transfer may use.
         principal: Who is calling, for the pool's logs; by default this process's number.
@@ -171,7 +180,7 @@ def connect(
 
     Raises:
         UnavailableError: The pool does not answer in ``timeout_s``.
-        UsageError: An address, a transport, or a number that cannot be.
+        UsageError: An address, a transport, or a number that cannot be, or a transport that is not installed.
     """
     if not isinstance(streams, int) or not 1 <= streams <= STREAMS_MAX:
         raise UsageError(f"streams is {streams!r}; use from 1 to {STREAMS_MAX}")
@@ -198,7 +207,7 @@ def _recovery_status(message: admin_pb2.Recovery) -> RecoveryStatus:
     return RecoveryStatus(message.active, message.nodes_reported, message.nodes_expected, message.lasted_s)
 
 
-def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:
+def _node_status(node: common_pb2.Node, transport: str | None, carrier: str) -> NodeStatus:
     segments = tuple(
         SegmentStatus(s.segment_id.hex(), s.medium, s.capacity_bytes, s.used_bytes, s.blocks, s.off)
         for s in node.segments
@@ -212,6 +221,7 @@ def _node_status(node: common_pb2.Node, transport: str | None) -> NodeStatus:
         blocks=sum(s.blocks for s in memory),
         endpoints=tuple(node.endpoints),
         transport=transport,
+        carrier=carrier,
         segments=segments,
         scrub=Scrub.of(node.scrub),
     )

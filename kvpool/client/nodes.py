@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
 from operator import methodcaller
@@ -15,7 +15,7 @@ from kvpool.client.breaker import Breaker
 from kvpool.core.directory import DISK
 from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
 from kvpool.core.members import MemberState
-from kvpool.transport import Transport, open_best, scheme_of
+from kvpool.transport import Transport, open_best, prepare_transport, scheme_of
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.wire.messages import NodeInfo, SegmentInfo, Topology
@@ -42,13 +42,18 @@ class Nodes:
 
     Args:
         schemes: Schemes to use, in the order to try them.
+        pool_uri: The pool's.
         principal: Who is calling.
         streams: Connections that one large transfer may use.
     """
 
-    def __init__(self, schemes: tuple[str, ...], principal: str, streams: int) -> None:
+    def __init__(self, schemes: tuple[str, ...], pool_uri: str, principal: str, streams: int) -> None:
         for scheme in schemes:
             scheme_of(f"{scheme}://")
+        with ExitStack() as undo:
+            for scheme in schemes:
+                undo.callback(prepare_transport(scheme, pool_uri))
+            self._prepared = undo.pop_all()
         self._schemes = schemes
         self._principal = principal
         self._streams = streams
@@ -119,9 +124,25 @@ class Nodes:
         """Name of the transport in use, by node incarnation."""
         return {incarnation: transport.name for incarnation, transport in self._transports.items()}
 
+    def reach(self, node: NodeInfo, deadline: Deadline) -> None:
+        """Open the transport to ``node``, and the way to its memory; raises UnavailableError."""
+        transport = self.transport(node, deadline, Use.DIAL)
+        for segment in node.segments:
+            if segment.medium != DISK:
+                transport.reach(segment.segment_id, deadline)
+
+    def carriers(self) -> dict[int, str]:
+        """What moves the bytes below the transport in use, where its name does not say so; by node incarnation."""
+        return {incarnation: transport.carrier for incarnation, transport in self._transports.items()}
+
+    def fallbacks(self) -> int:
+        """Transports in use that run over something slower than they are meant for."""
+        return sum(transport.fell_back for _, transport in self._transports.items())
+
     def close(self) -> None:
         """Close all transports."""
         self._transports.close()
+        self._prepared.close()
 
     def _is_local(self, node: NodeInfo) -> bool:
         """Whether the node is reached, or could be, without a network."""

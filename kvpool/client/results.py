@@ -112,6 +112,7 @@ class ClientStats:
         retries: Calls that failed and were made once more.
         retries_denied: Those that were not, because the retry budget was used up.
         overloaded: Calls that the metadata service refused, having too much to do.
+        fallbacks: Nodes now reached over something slower than the transport is meant for: ucx over TCP alone.
     """
 
     loaded_bytes: dict[str, int]
@@ -123,6 +124,7 @@ class ClientStats:
     retries: int
     retries_denied: int
     overloaded: int
+    fallbacks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +144,9 @@ class SegmentStatus:
 class NodeStatus:
     """One node; ``transport`` is what this client uses to reach it, None before its first use.
 
-    Capacity, use and blocks are those of its memory; ``segments`` has those of its disk. ``scrub`` is what the node has
-    checked of its blocks since it started.
+    Capacity, use and blocks are those of its memory; ``segments`` has those of its disk. ``carrier`` is what moves the
+    bytes below the transport, where its name does not say so: for ucx the transports and devices that UCX has chosen.
+    ``scrub`` is what the node has checked of its blocks since it started.
     """
 
     node_id: str
@@ -155,6 +158,7 @@ class NodeStatus:
     transport: str | None
     segments: tuple[SegmentStatus, ...]
     scrub: Scrub = field(default_factory=Scrub)
+    carrier: str = ""
 
 
 @dataclass(frozen=True, slots=True)

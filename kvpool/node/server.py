@@ -19,6 +19,7 @@ from kvpool.node.files import SegmentFiles
 from kvpool.node.headers import HeaderFile
 from kvpool.node.link import MetaLink
 from kvpool.node.namespaces import NamespaceBook
+from kvpool.node.pulling import serve_segment
 from kvpool.node.scrub import Scrubber, whole_progress
 from kvpool.node.servicer import StoreNodeServicer
 from kvpool.node.serving import DataSession
@@ -27,6 +28,8 @@ from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import NodeSettings
 from kvpool.transport import inproc
+from kvpool.transport.ucx.process import UcxProcess
+from kvpool.transport.ucx.shared import devices_for
 from kvpool.transport.wire.server import FramedServer, Identity
 from kvpool.v1 import common_pb2, store_node_pb2_grpc
 
@@ -134,9 +137,10 @@ class NodeServer:
 
     def _listen(self, undo: ExitStack) -> None:
         settings = self.settings
+        ucx = self._serve_ucx(undo) if settings.ucx else None
         self._framed = FramedServer(
             Identity(settings.node_id, self._incarnation),
-            lambda number, local: DataSession(self.store, number, local),
+            lambda number, local: DataSession(self.store, number, local, ucx),
             settings.connections_max,
         )
         undo.callback(self._framed.stop)
@@ -149,6 +153,13 @@ class NodeServer:
         inproc_uri = inproc.register(f"{settings.node_id}-{self._incarnation:x}", self.store)
         shm_uri = unix_uri.replace("unix://", "shm://")
         self._endpoints = [inproc_uri, shm_uri, unix_uri, tcp_uri]
+        if ucx is not None:
+            self._endpoints.append(tcp_uri.replace("tcp://", "ucx://"))
+
+    def _serve_ucx(self, undo: ExitStack) -> UcxProcess:
+        process = serve_segment(self.store.segment, devices_for(self.settings.listen))
+        undo.callback(process.stop)
+        return process
 
     def _join(self, undo: ExitStack) -> None:
         settings = self.settings

@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 from kvpool.core.directory import DISK
 from kvpool.core.errors import ProtocolError, UsageError
 from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, SLOTS_PER_CALL_MAX
+from kvpool.node.pulling import Pulling
 from kvpool.node.records import Receiving
 from kvpool.node.store import NodeStore
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import WriteStatus
 from kvpool.transport.copying import checksum
+from kvpool.transport.ucx.process import UcxProcess
 from kvpool.transport.wire.messages import (
     NOT_MAPPED,
     AttachReply,
@@ -42,9 +44,10 @@ class DataSession:
         store: What to serve.
         owner: The connection's number: the owner of its slots.
         local: Whether the peer is on this host, so that file descriptors can be passed to it.
+        ucx: The node's UCX process, if it has one.
     """
 
-    def __init__(self, store: NodeStore, owner: int, local: bool) -> None:
+    def __init__(self, store: NodeStore, owner: int, local: bool, ucx: UcxProcess | None = None) -> None:
         self._store = store
         self._owner = owner
         self._local = local
@@ -57,6 +60,9 @@ class DataSession:
             AttachRequest: self._attach,
             Ping: self._ping,
         }
+        self._pulling = None if ucx is None else Pulling(store, ucx, owner)
+        if self._pulling is not None:
+            self._handlers |= self._pulling.handlers
 
     def greet(self, principal: str) -> None:
         """See `Session.greet`; reads and writes are bound by grants and generations, not by names."""
@@ -71,6 +77,8 @@ class DataSession:
     def closed(self) -> None:
         """See `Session.closed`."""
         self._store.drop_owner(self._owner)
+        if self._pulling is not None:
+            self._pulling.closed()
 
     def _read(self, request: ReadRequest, payload: Payload) -> Reply:
         store = self._store.of(request.segment_id)

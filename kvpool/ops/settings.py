@@ -237,6 +237,9 @@ class NodeSettings(_ServerSettings):
     unix_socket: SocketPath = Field(default_factory=_unix_socket)
     """Unix socket for clients on this host; by default in $XDG_RUNTIME_DIR/kvpool or /tmp/kvpool-UID."""
 
+    ucx: bool = False
+    """Serve the ucx transport too; needs NIXL."""
+
     advertise_host: str | None = None
     """Host that clients dial; by default the address listened on."""
 

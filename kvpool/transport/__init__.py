@@ -1,7 +1,7 @@
 """How block bytes move between clients and store nodes. One file per transport; `registry` knows them by URI scheme."""
 
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus
-from kvpool.transport.registry import SCHEMES, open_best, open_transport, scheme_of
+from kvpool.transport.registry import SCHEMES, open_best, open_transport, prepare_transport, scheme_of
 
 __all__ = [
     "SCHEMES",
@@ -12,5 +12,6 @@ __all__ = [
     "WriteStatus",
     "open_best",
     "open_transport",
+    "prepare_transport",
     "scheme_of",
 ]

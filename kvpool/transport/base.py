@@ -1,7 +1,7 @@
 """What a transport promises: moving batches of blocks between the caller's buffers and one node's slots."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -118,6 +118,23 @@ class Transport(ABC):
     reaches_far = False
     """Whether it moves `FarBlocks`; others are given host memory, and what is read there is loaded on by the client."""
 
+    carrier: str = ""
+    """What moves the bytes below it, where the scheme does not say so: transport and device, once they are known."""
+
+    fell_back: bool = False
+    """Whether the carrier is a slower one than the transport is meant for, and nobody asked for that."""
+
+    @classmethod
+    def prepare(cls, pool_uri: str) -> Callable[[], None]:
+        """Get ready what a process's transports of this kind share, for the pool at ``pool_uri``; what lets go of it.
+
+        Raises:
+            SettingsError: What this transport needs is not installed.
+            UnavailableError: It cannot be had now.
+        """
+        del pool_uri
+        return _nothing
+
     @abstractmethod
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """Read the batch's blocks; one `ReadStatus` each, by ``deadline``."""
@@ -126,6 +143,13 @@ class Transport(ABC):
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """Prepare, write and commit the blocks of some grants; one `WriteStatus` each, by ``deadline``."""
 
+    def reach(self, segment_id: bytes, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
+        """Do what a first read of the segment begins with, so that ``carrier`` is known; raises KvpoolError."""
+
     @abstractmethod
     def close(self) -> None:
         """Release connections and mappings; calls in flight end with FAILED or ClosedError."""
+
+
+def _nothing() -> None:
+    """What lets go of nothing."""

@@ -1,8 +1,9 @@
-"""Transports by URI scheme; adding one is one file and one line here. Imports are lazy: `ucx` will need its wheel."""
+"""Transports by URI scheme; adding one is one file and one line here. Imports are lazy."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 from kvpool.core.errors import KvpoolError, SettingsError, UnavailableError
 from kvpool.transport.base import Transport
@@ -15,6 +16,7 @@ log = logging.getLogger("kvpool.transport")
 SCHEMES: dict[str, str] = {
     "inproc": "kvpool.transport.inproc:InprocTransport",
     "shm": "kvpool.transport.shm:ShmTransport",
+    "ucx": "kvpool.transport.ucx.transport:UcxTransport",
     "unix": "kvpool.transport.tcp:TcpTransport",
     "tcp": "kvpool.transport.tcp:TcpTransport",
 }
@@ -39,9 +41,14 @@ def open_transport(uri: str, principal: str, incarnation: int, streams: int, tim
     Raises:
         UnavailableError: Nobody answers there, or another process does.
     """
-    module, _, name = SCHEMES[scheme_of(uri)].partition(":")
-    transport: Transport = getattr(import_module(module), name)(uri, principal, incarnation, streams, timeout_s)
+    transport: Transport = _class_of(scheme_of(uri))(uri, principal, incarnation, streams, timeout_s)
     return transport
+
+
+def prepare_transport(scheme: str, pool_uri: str) -> Callable[[], None]:
+    """See `Transport.prepare`."""
+    let_go: Callable[[], None] = _class_of(scheme).prepare(pool_uri)
+    return let_go
 
 
 def open_best(
@@ -76,3 +83,9 @@ def open_best(
         f"node {node_id} cannot be reached over {', '.join(schemes)}: "
         f"{'; '.join(tried) or 'it offers ' + ', '.join(offered)}"
     )
+
+
+def _class_of(scheme: str) -> type[Any]:
+    module, _, name = SCHEMES[scheme].partition(":")
+    cls: type[Any] = getattr(import_module(module), name)
+    return cls

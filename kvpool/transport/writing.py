@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +37,32 @@ TOGETHER = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
-    """Blocks (indexes) of a batch that were moved or are under way, and where their statuses go."""
+class Prepared:
+    """The blocks of one batch (indexes) that the node has slots for.
 
-    status: bytearray
+    Attributes:
+        blocks: Which.
+        slots: uint32 each.
+        generations: uint64 each.
+        statuses: Of all blocks of the batch; filled in as answers come.
+    """
+
     blocks: list[int]
+    slots: NDArray[np.uint32]
+    generations: NDArray[np.uint64]
+    statuses: bytearray
+
+    def spread(self, blocks: list[int], answers: Sequence[int]) -> None:
+        """Take the node's answers for some of the blocks."""
+        for block, answer in zip(blocks, answers, strict=True):
+            self.statuses[block] = answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Blocks that were moved or are under way."""
+
+    prepared: Prepared
     commit: Commit
 
 
@@ -48,11 +70,35 @@ def write_grants(
     connections: ConnectionPool, batches: Sequence[WriteBatch], move: Move, deadline: Deadline
 ) -> list[bytearray]:
     """Prepare, move and commit the batches; one `WriteStatus` a block. What is not known to be committed is FAILED."""
+    return _write_over(connections, batches, partial(_write_all, batches, move, deadline), deadline)
+
+
+def write_prepared(
+    connections: ConnectionPool,
+    batches: Sequence[WriteBatch],
+    write: Callable[[Connection, list[Prepared]], None],
+    deadline: Deadline,
+) -> list[bytearray]:
+    """Like `write_grants`, for a ``write`` that asks and collects in its own order once all slots are known."""
+
+    def run(connection: Connection, statuses: list[bytearray]) -> None:
+        _post_prepares(connection, batches, deadline)
+        write(connection, [_prepared(connection, *both, deadline) for both in zip(batches, statuses, strict=True)])
+
+    return _write_over(connections, batches, run, deadline)
+
+
+def _write_over(
+    connections: ConnectionPool,
+    batches: Sequence[WriteBatch],
+    run: Callable[[Connection, list[bytearray]], None],
+    deadline: Deadline,
+) -> list[bytearray]:
     statuses = [bytearray([WriteStatus.FAILED]) * len(batch.sources) for batch in batches]
     try:
         with connections.connection(deadline.left_s()) as connection:
             try:
-                _write_all(connection, batches, statuses, move, deadline)
+                run(connection, statuses)
             except BaseException:
                 # Slots prepared on it and not committed belong to it: kept open, it would keep them from everybody.
                 connection.close()
@@ -65,17 +111,17 @@ def write_grants(
 
 
 def _write_all(
-    connection: Connection, batches: Sequence[WriteBatch], statuses: list[bytearray], move: Move, deadline: Deadline
+    batches: Sequence[WriteBatch], move: Move, deadline: Deadline, connection: Connection, statuses: list[bytearray]
 ) -> None:
-    for batch in batches:
-        connection.post(PrepareRequest(batch.grant), deadline.left_s())
-    moved: list[_Move] = []
+    _post_prepares(connection, batches, deadline)
     moving: deque[_Move] = deque()
     posted: list[list[_Move]] = []
     try:
         for batch, status in zip(batches, statuses, strict=True):
-            moved.append(_begin_move(connection, batch, status, move, deadline))
-            moving.extend(m for m in moved[-1:] if m.blocks)
+            prepared = _prepared(connection, batch, status, deadline)
+            if prepared.blocks:
+                commit = move(batch, prepared.blocks, prepared.slots, prepared.generations)
+                moving.append(_Move(prepared, commit))
             ahead, together = (AHEAD, TOGETHER) if isinstance(batch.sources, FarBlocks) else (0, 1)
             while len(moving) >= ahead + together:
                 posted.append(_commit(connection, moving, together, deadline))
@@ -85,24 +131,26 @@ def _write_all(
         for left in moving:
             with suppress(KvpoolError):
                 left.commit()  # its slots must not be given back while they are written
-    for one in moved:
-        one.status[:] = bytes([WriteStatus.NO_SLOT]) * len(one.status)
-        for block in one.blocks:
-            one.status[block] = WriteStatus.FAILED  # until the node has answered
     for some in posted:
         _spread(some, connection.collect(Statuses, deadline.left_s()).statuses)
     failpoint("client.put.after_commit")
 
 
-def _begin_move(connection: Connection, batch: WriteBatch, status: bytearray, move: Move, deadline: Deadline) -> _Move:
-    """Begin to move what the node has slots for."""
-    prepared = connection.collect(PrepareReply, deadline.left_s())
+def _post_prepares(connection: Connection, batches: Sequence[WriteBatch], deadline: Deadline) -> None:
+    for batch in batches:
+        connection.post(PrepareRequest(batch.grant), deadline.left_s())
+
+
+def _prepared(connection: Connection, batch: WriteBatch, statuses: bytearray, deadline: Deadline) -> Prepared:
+    """Collect the node's answer to the prepare of ``batch``; ``statuses`` tell then what it has no slot for."""
+    reply = connection.collect(PrepareReply, deadline.left_s())
     failpoint("client.put.after_prepare")
-    slots = unpack("slots", prepared.slots, "<u4", len(batch.sources))
-    generations = unpack("generations", prepared.generations, "<u8", len(batch.sources))
+    slots = unpack("slots", reply.slots, "<u4", len(batch.sources))
+    generations = unpack("generations", reply.generations, "<u8", len(batch.sources))
+    for block in np.flatnonzero(slots == NO_SLOT).tolist():
+        statuses[block] = WriteStatus.NO_SLOT
     ready = np.flatnonzero(slots != NO_SLOT)
-    blocks = ready.tolist()
-    return _Move(status, blocks, move(batch, blocks, slots[ready], generations[ready]) if blocks else _nothing)
+    return Prepared(ready.tolist(), slots[ready], generations[ready], statuses)
 
 
 def _commit(connection: Connection, moving: deque[_Move], together: int, deadline: Deadline) -> list[_Move]:
@@ -132,11 +180,8 @@ def _joined(messages: Sequence[CommitSlotsRequest]) -> CommitSlotsRequest:
 
 
 def _spread(moves: Sequence[_Move], committed: bytes) -> None:
-    answers = iter(unpack("statuses", committed, "u1", sum(len(move.blocks) for move in moves)).tolist())
+    answers = unpack("statuses", committed, "u1", sum(len(move.prepared.blocks) for move in moves)).tolist()
     for move in moves:
-        for block in move.blocks:
-            move.status[block] = next(answers)
-
-
-def _nothing() -> tuple[Message, Buffers]:
-    raise AssertionError("no block was moved")
+        blocks = move.prepared.blocks
+        move.prepared.spread(blocks, answers[: len(blocks)])
+        del answers[: len(blocks)]

@@ -9,7 +9,7 @@ from kvpool.transport.wire.messages import NodeInfo, SegmentInfo, Topology
 
 @pytest.fixture
 def nodes():
-    nodes = Nodes(("shm", "tcp"), "test", streams=1)
+    nodes = Nodes(("shm", "tcp"), "grpc://127.0.0.1:1", "test", streams=1)
     yield nodes
     nodes.close()
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from kvpool.core.errors import ProtocolError
+from kvpool.transport.ucx import messages as ucx_messages
 from kvpool.transport.wire import messages
 from kvpool.transport.wire.messages import (
     KINDS,
@@ -33,11 +34,15 @@ NESTED = [
 
 
 def test_every_kind_has_its_own_number_and_replies_are_odd():
-    named = {cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Message) and cls.kind}
+    both = [*vars(messages).values(), *vars(ucx_messages).values()]
+    named = {cls for cls in both if isinstance(cls, type) and issubclass(cls, Message) and cls.kind}
     replies = {cls.__name__ for cls in named if cls.kind % 2}
 
     assert set(KINDS.values()) == named
-    assert {"Welcome", "ErrorReply", "Done", "Statuses"} | {n for n in replies if n.endswith("Reply")} == replies
+    assert len({cls.kind for cls in named}) == len(named)
+    assert {"Welcome", "ErrorReply", "Done", "Statuses", "Region"} | {
+        n for n in replies if n.endswith("Reply")
+    } == replies
 
 
 @pytest.mark.parametrize("message", [Ping(), Hello(1, "me"), MatchRequest(bytes(32), bytes(64), 1, 0), *NESTED])

@@ -5,6 +5,7 @@ itself; nothing else is safe.
 """
 
 import math
+import select
 import socket
 import struct
 import time
@@ -150,6 +151,10 @@ class FramedSocket:
             self.receive_into(piece)
             size_bytes -= len(piece)
 
+    def hung_up(self) -> bool:
+        """Whether the peer has closed the connection, be there something of it left to read or not."""
+        return _polled(self.sock, select.POLLRDHUP, 0.0)
+
     def close(self) -> None:
         """Close now; a thread blocked on the socket wakes with an error."""
         with suppress(OSError):  # not connected any more
@@ -275,6 +280,10 @@ class Connection:
             self._fail(error)
             raise
 
+    def readable(self, timeout_s: float) -> bool:
+        """Whether a reply has begun to arrive, or the peer has gone, within ``timeout_s``."""
+        return self.closed or _polled(self._framed.sock, select.POLLIN, timeout_s)
+
     def take_descriptors(self, count: int) -> list[int]:
         """Receive ``count`` file descriptors; the caller owns them."""
         try:
@@ -342,6 +351,16 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or len(port) > 5 or int(port) > 65_535:
         raise errors.SettingsError(f"{address!r} is not an address; write HOST:PORT, e.g. 127.0.0.1:7300")
     return host.strip("[]"), int(port)
+
+
+def _polled(sock: socket.socket, events: int, timeout_s: float) -> bool:
+    """Whether one of ``events``, or the end of the connection, comes in time."""
+    poll = select.poll()  # unlike select(), takes descriptors of any number
+    try:
+        poll.register(sock, events)
+    except ValueError:
+        return True  # closed by another thread
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _remote_error(reply: ErrorReply) -> KvpoolError:

@@ -5,6 +5,7 @@ Values that come one a block are packed arrays, little-endian, in chain order: h
 their lengths.
 """
 
+from functools import cache
 from typing import Any, ClassVar
 
 import msgspec
@@ -18,11 +19,19 @@ NONE_INDEX = -2
 """`missing_from` when nothing is missing."""
 ALL_SHARDS = -1
 
+KINDS: "dict[int, type[Message]]" = {}
+"""Messages by number; those of one transport alone are in its own module, and known where it is used."""
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Base of all messages; `kind` is their number in frame headers, odd for replies."""
 
     kind: ClassVar[int] = 0
+
+    def __init_subclass__(cls, **options: Any) -> None:  # noqa: ANN401 - options of msgspec's
+        super().__init_subclass__(**options)
+        if cls.kind:
+            KINDS[cls.kind] = cls
 
 
 class Hello(Message, frozen=True):
@@ -311,9 +320,8 @@ class AttachReply(Message, frozen=True):
     size_bytes: int
 
 
-KINDS: dict[int, type[Message]] = {cls.kind: cls for cls in Message.__subclasses__() if cls.kind}
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
+_decoder = cache(msgspec.msgpack.Decoder)
 
 
 def encode(message: Message) -> bytes:
@@ -327,13 +335,14 @@ def decode(kind: int, body: bytes | bytearray | memoryview) -> Message:
     Raises:
         ProtocolError: An unknown kind, or a body that is not exactly that message.
     """
-    decoder = _DECODERS.get(kind)
-    if decoder is None:
+    cls = KINDS.get(kind)
+    if cls is None:
         raise ProtocolError(f"message kind {kind} is not known: the peer speaks another version")
     try:
-        return decoder.decode(body)
+        message: Message = _decoder(cls).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{KINDS[kind].__name__} cannot be read: {error}") from error
+        raise ProtocolError(f"{cls.__name__} cannot be read: {error}") from error
+    return message
 
 
 def pack(values: ArrayLike, dtype: str) -> bytes:

@@ -72,10 +72,16 @@ class Session(Protocol):
 
 
 class Payload:
-    """The payload of the request at hand, to be received at most once, and dropped if the session does not."""
+    """The payload of the request at hand, to be received at most once, and dropped if the session does not.
 
-    def __init__(self, framed: FramedSocket, size_bytes: int) -> None:
+    Attributes:
+        size_bytes: Its length.
+        timeout_s: Time that the peer gives the request; `STALL_S` when it does not say.
+    """
+
+    def __init__(self, framed: FramedSocket, size_bytes: int, deadline_ms: int = 0) -> None:
         self.size_bytes = size_bytes
+        self.timeout_s = min(deadline_ms / 1000, DEADLINE_S_MAX) or STALL_S
         self._framed = framed
         self._left = size_bytes
 
@@ -90,6 +96,10 @@ class Payload:
         """Read and drop the next ``size_bytes``."""
         self._left -= size_bytes
         self._framed.drain(size_bytes)
+
+    def is_wanted(self) -> bool:
+        """Whether the peer is still there to be answered."""
+        return not self._framed.hung_up()
 
     def drop(self) -> None:
         """Read what the session left over, so that the next frame can be read."""
@@ -295,7 +305,7 @@ class FramedServer:
                 self._idle.notify_all()
 
     def _exchange(self, framed: FramedSocket, header: Header, session: Session) -> None:
-        payload = Payload(framed, header.payload_bytes)
+        payload = Payload(framed, header.payload_bytes, header.deadline_ms)
         try:
             reply = self._answer(framed.receive_body(header), payload, session)
         except ProtocolError as error:

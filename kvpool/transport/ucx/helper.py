@@ -1,0 +1,163 @@
+"""The UCX process beside a client or a node: maps one region of memory, serves reads of it, and reads others' regions.
+
+UCX ends the process it runs in when a reader goes away at the wrong moment (docs/design/ucx.md), and its calls know no
+deadline. So neither an engine nor a node calls it: they ask this process, over a Unix socket that only they know. It
+holds nothing but the mapping, and ends with its parent.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.core.errors import ProtocolError
+from kvpool.ops.logging import configure, get_logger
+from kvpool.ops.settings import LogSettings
+from kvpool.transport.ucx.messages import (
+    ForgetRequest,
+    PeerReply,
+    PeerRequest,
+    Region,
+    RegionRequest,
+    TransferReply,
+    TransferRequest,
+)
+from kvpool.transport.ucx.nixl import Agent, carrier_of
+from kvpool.transport.wire.messages import Done, Message, unpack
+from kvpool.transport.wire.server import FramedServer, Identity, Payload, Reply
+
+CONNECTIONS_MAX = 256
+
+READY = b"ready\n"
+
+log = get_logger("kvpool.transport.ucx")
+
+
+class HelperSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parent tells it, as JSON.
+
+    Attributes:
+        name: The agent's name.
+        socket: Where to listen.
+        incarnation: What to say when greeted.
+        descriptor: The memory, to read and write.
+        exported_descriptor: The same memory as others may see it.
+        size_bytes: Its size.
+        devices: See `Agent`.
+    """
+
+    name: str
+    socket: str
+    incarnation: int
+    descriptor: int
+    exported_descriptor: int
+    size_bytes: int
+    devices: str
+
+
+class UcxLog:
+    """What UCX says, in memory: its choices, for `carrier`, and its warnings, for our log.
+
+    UCX opens the file when it is loaded, so this must be there before. It writes nothing on a transfer's way.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("ucx-log")
+        self._libc = ctypes.CDLL(None)
+        self._lock = threading.Lock()
+        self._read_bytes = 0
+        self._carrier = ""
+        os.environ.setdefault("UCX_LOG_FILE", f"/proc/self/fd/{self._descriptor}")
+        os.environ.setdefault("UCX_LOG_LEVEL", "info")
+
+    def carrier(self) -> str:
+        """What UCX moves data over, as far as it has said; passes on what else it has said since the last call."""
+        with self._lock:
+            self._libc.fflush(None)
+            text = os.pread(self._descriptor, 1 << 20, self._read_bytes).decode(errors="replace")
+            self._read_bytes += len(text.encode(errors="replace"))
+            for line in text.splitlines():
+                self._carrier = carrier_of(line) or self._carrier
+                if "UCX  WARN" in line or "UCX  ERROR" in line:
+                    log.warning("ucx_says", line=line)
+            return self._carrier
+
+
+class _Session:
+    """One of the parent's connections; each carries one transfer at a time."""
+
+    def __init__(self, agent: Agent, ucx_log: UcxLog) -> None:
+        self._agent = agent
+        self._log = ucx_log
+        self._handlers: dict[type[Message], Callable[[Any], Message]] = {
+            RegionRequest: lambda _: self._agent.region,
+            PeerRequest: self._meet,
+            ForgetRequest: self._forget,
+            TransferRequest: self._transfer,
+        }
+
+    def greet(self, principal: str) -> None:
+        """See `Session.greet`."""
+
+    def handle(self, request: Message, payload: Payload) -> Reply:
+        """See `Session.handle`."""
+        del payload
+        handler = self._handlers.get(type(request))
+        if handler is None:
+            raise ProtocolError(f"{type(request).__name__} is not for a UCX process")
+        return Reply(handler(request))
+
+    def closed(self) -> None:
+        """See `Session.closed`."""
+
+    def _meet(self, request: PeerRequest) -> Message:
+        number = self._agent.add_peer(Region(request.agent, request.address, request.size_bytes))
+        return PeerReply(number, self._log.carrier())
+
+    def _forget(self, request: ForgetRequest) -> Message:
+        self._agent.forget_peer(request.peer)
+        return Done(0)
+
+    def _transfer(self, request: TransferRequest) -> Message:
+        count = len(request.ours) // 4
+        ours, theirs = unpack("ours", request.ours, "<u4", count), unpack("theirs", request.theirs, "<u4", count)
+        self._agent.read(request.peer, request.pages_each, ours, theirs)
+        return TransferReply(self._log.carrier())
+
+
+def main() -> None:
+    """Serve until the parent closes standard input, as its end does too."""
+    settings = msgspec.json.decode(sys.argv[1], type=HelperSettings)
+    configure(LogSettings())
+    ucx_log = UcxLog()
+    local = _map(settings.descriptor, settings.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+    exported = local
+    if settings.exported_descriptor != settings.descriptor:
+        # Who can read a region over UCX could write it too, but for this.
+        exported = _map(settings.exported_descriptor, settings.size_bytes, mmap.PROT_READ)
+    agent = Agent(settings.name, exported, local, settings.devices)
+    server = FramedServer(
+        Identity("ucx", settings.incarnation), lambda _number, _local: _Session(agent, ucx_log), CONNECTIONS_MAX
+    )
+    server.listen_unix(Path(settings.socket))
+    server.start()
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
+    sys.stdin.buffer.read()
+    os._exit(0)  # transfers under way end with the process: nothing they could still do is wanted
+
+
+def _map(descriptor: int, size_bytes: int, protection: int) -> NDArray[np.uint8]:
+    return np.frombuffer(mmap.mmap(descriptor, size_bytes, prot=protection), np.uint8)
+
+
+if __name__ == "__main__":
+    main()

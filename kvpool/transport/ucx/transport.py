@@ -1,0 +1,225 @@
+"""`ucx`: clients read a node's segment one-sided, and nodes read what a writer has laid out for them.
+
+The node is asked over its framed connection only for what needs a decision: to offer its segment, to prepare slots, to
+pull and commit. Acceptance is the checksum over the destination, as everywhere.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError
+from kvpool.core.limits import PAGE_BYTES
+from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
+from kvpool.transport.copying import load_slots, store_slots
+from kvpool.transport.deadline import Deadline
+from kvpool.transport.once import OpenOnce
+from kvpool.transport.pool import ConnectionPool
+from kvpool.transport.streams import Streams
+from kvpool.transport.tcp import TcpTransport
+from kvpool.transport.ucx.arena import LEASE_BYTES_MAX, REGION_BYTES, Lease
+from kvpool.transport.ucx.messages import OfferRequest, PullRequest, Region, RegisterRequest
+from kvpool.transport.ucx.process import Peer
+from kvpool.transport.ucx.shared import devices_for, hold
+from kvpool.transport.wire.connection import Connection, split_address
+from kvpool.transport.wire.messages import NOT_MAPPED, Done, Statuses, pack, unpack
+from kvpool.transport.writing import Prepared, write_prepared
+
+START_TIMEOUT_S = 10.0
+BLOCK_BYTES_MAX = REGION_BYTES // 4
+"""Larger blocks go through frames."""
+
+log = logging.getLogger("kvpool.transport.ucx")
+
+
+class _OnDiskError(Exception):
+    """The segment is not memory: the node reads it for us."""
+
+
+class UcxTransport(Transport):
+    """A node's segments read over UCX; ``ucx://host:port`` is where its framed protocol answers."""
+
+    name = "ucx"
+
+    def __init__(self, uri: str, principal: str, incarnation: int, streams: int, timeout_s: float) -> None:
+        address = uri.partition("://")[2]
+        deadline = Deadline(timeout_s)
+        self._side, self._let_go = hold(devices_for(split_address(address)[0]), deadline)
+        try:
+            where = (f"tcp://{address}", principal, incarnation)
+            self._framed = TcpTransport(*where, streams, deadline.left_s())
+            self._connections = ConnectionPool(*where)
+            self._streams = Streams(streams)
+            self._peers: OpenOnce[bytes, tuple[Peer, Region]] = OpenOnce("the transport", self._forget)
+            self._on_disk: set[bytes] = set()
+        except BaseException:
+            self._let_go()
+            raise
+
+    @classmethod
+    def prepare(cls, pool_uri: str) -> Callable[[], None]:
+        """See `Transport.prepare`: starts the UCX process."""
+        host = pool_uri.partition("://")[2].rpartition(":")[0].strip("[]")
+        return hold(devices_for(host), Deadline(START_TIMEOUT_S))[1]
+
+    def reach(self, segment_id: bytes, deadline: Deadline) -> None:
+        """See `Transport.reach`."""
+        self._peer(segment_id, deadline)
+
+    def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
+        """See `Transport.read`."""
+        if batch.block_bytes > BLOCK_BYTES_MAX or batch.segment_id in self._on_disk:
+            return self._framed.read(batch, deadline)
+        seeds = batch.seeds()
+
+        def part(first: int, end: int) -> bytearray:
+            return self._read_part(batch, seeds, first, end, deadline)
+
+        try:
+            return bytearray().join(self._streams.split(len(batch.destinations), batch.block_bytes, part))
+        except _OnDiskError:
+            self._on_disk.add(batch.segment_id)
+            return self._framed.read(batch, deadline)
+
+    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
+        """See `Transport.write`."""
+        if any(batch.block_bytes > BLOCK_BYTES_MAX for batch in batches):
+            return self._framed.write(batches, deadline)
+        return write_prepared(self._connections, batches, partial(self._write_all, batches, deadline), deadline)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._streams.close()
+        self._peers.close()
+        self._connections.close()
+        self._framed.close()
+        self._let_go()
+
+    def _read_part(self, batch: ReadBatch, seeds: list[int], first: int, end: int, deadline: Deadline) -> bytearray:
+        statuses = bytearray([ReadStatus.FAILED]) * (end - first)
+        step = max(1, LEASE_BYTES_MAX // (_pages_each(batch.block_bytes) * PAGE_BYTES))
+        try:
+            peer, region = self._peer(batch.segment_id, deadline)
+            with self._connections.connection(deadline.left_s()) as node:
+                for start in range(first, end, step):
+                    blocks = range(start, min(start + step, end))
+                    found = self._read_some(peer, region, node, batch, seeds, blocks, deadline)
+                    statuses[start - first : start - first + len(found)] = found
+        except ClosedError:
+            raise
+        except DeadlineError:
+            return statuses.replace(bytes([ReadStatus.FAILED]), bytes([ReadStatus.LATE]))
+        except (KvpoolError, OSError) as error:
+            log.info("a read from %s failed: %s", self._connections.uri, error)
+            self._peers.drop(batch.segment_id)  # what had arrived is verified; the next read meets the node anew
+        return statuses
+
+    def _read_some(
+        self,
+        peer: Peer,
+        region: Region,
+        node: Connection,
+        batch: ReadBatch,
+        seeds: list[int],
+        blocks: range,
+        deadline: Deadline,
+    ) -> bytearray:
+        """Read ``blocks`` in one transfer; one `ReadStatus` each."""
+        some, pages_each = slice(blocks.start, blocks.stop), _pages_each(batch.block_bytes)
+        slots = batch.slots[some]
+        if int(slots.max()) + pages_each > region.size_bytes // PAGE_BYTES:
+            return bytearray([ReadStatus.BAD]) * len(blocks)
+        arena, process = self._side.arena, self._side.process
+        lease = arena.lease(len(blocks), pages_each, deadline)
+        release = partial(arena.release, lease)
+        try:
+            transfer = process.begin(peer, pages_each, lease.slots, slots, deadline)
+        except BaseException:
+            release()
+            raise
+        try:
+            transfer.wait(deadline, lambda: not node.readable(0))
+            found = load_slots(arena.payload, lease.slots, batch.destinations.select(blocks), seeds[some])
+        finally:
+            transfer.when_ended(release)
+        expected = batch.checksums[some].tolist()
+        return bytearray(ReadStatus.OK if f == e else ReadStatus.BAD for f, e in zip(found, expected, strict=True))
+
+    def _peer(self, segment_id: bytes, deadline: Deadline) -> tuple[Peer, Region]:
+        return self._peers.get(segment_id, partial(self._meet, segment_id, deadline), deadline)
+
+    def _meet(self, segment_id: bytes, deadline: Deadline) -> tuple[Peer, Region]:
+        with self._connections.connection(deadline.left_s()) as connection:
+            region = connection.call(OfferRequest(segment_id), Region, deadline.left_s())
+        if region.size_bytes == NOT_MAPPED:
+            raise _OnDiskError(segment_id.hex())
+        peer = self._side.process.meet(region, deadline)
+        self.carrier = self._side.process.carrier
+        if not self.fell_back and _fell_back(self.carrier):
+            self.fell_back = True
+            log.warning("UCX reaches %s over TCP alone (%s)", self._connections.uri, self.carrier)
+        else:
+            log.info("UCX reaches %s over %s", self._connections.uri, self.carrier or "it does not say what")
+        return peer, region
+
+    def _forget(self, met: tuple[Peer, Region]) -> None:
+        self._side.process.forget(met[0])
+
+    def _write_all(
+        self, batches: Sequence[WriteBatch], deadline: Deadline, connection: Connection, prepared: list[Prepared]
+    ) -> None:
+        """Lay out the blocks step by step and ask the node to pull each: it pulls one while the next is laid out."""
+        own = self._side.process.region(deadline)
+        connection.post(RegisterRequest(own.agent, own.address, own.size_bytes), deadline.left_s())
+        connection.collect(Done, deadline.left_s())
+        pulling: deque[tuple[Prepared, list[int], Lease]] = deque()
+        try:
+            for batch, ready in zip(batches, prepared, strict=True):
+                step = max(1, LEASE_BYTES_MAX // (_pages_each(batch.block_bytes) * PAGE_BYTES))
+                for first in range(0, len(ready.blocks), step):
+                    if len(pulling) == 2:
+                        self._collect(connection, pulling, deadline)
+                    lease = self._lay_out(connection, batch, ready, slice(first, first + step), deadline)
+                    pulling.append((ready, ready.blocks[first : first + step], lease))
+            while pulling:
+                self._collect(connection, pulling, deadline)
+        finally:
+            # A node that still pulls what was given up here finds other bytes, and their checksums wrong.
+            for _, _, lease in pulling:
+                self._side.arena.release(lease)
+
+    def _lay_out(
+        self, connection: Connection, batch: WriteBatch, ready: Prepared, some: slice, deadline: Deadline
+    ) -> Lease:
+        blocks, slots, generations = ready.blocks[some], ready.slots[some], ready.generations[some]
+        arena = self._side.arena
+        lease = arena.lease(len(blocks), _pages_each(batch.block_bytes), deadline)
+        try:
+            seeds = batch.seeds(generations, blocks)
+            checksums = store_slots(arena.payload, lease.slots, batch.sources.select(blocks), seeds)
+            where = (slots.tobytes(), generations.tobytes(), pack(checksums, "<u8"), lease.slots.tobytes())
+            connection.post(PullRequest(batch.segment_id, batch.reservation, *where), deadline.left_s())
+        except BaseException:
+            arena.release(lease)
+            raise
+        return lease
+
+    def _collect(
+        self, connection: Connection, pulling: deque[tuple[Prepared, list[int], Lease]], deadline: Deadline
+    ) -> None:
+        answer = connection.collect(Statuses, deadline.left_s()).statuses
+        ready, blocks, lease = pulling.popleft()
+        self._side.arena.release(lease)
+        ready.spread(blocks, unpack("statuses", answer, "u1", len(blocks)).tolist())
+
+
+def _fell_back(carrier: str) -> bool:
+    """Whether UCX moves data over TCP alone, though ``UCX_TLS`` does not ask for TCP."""
+    asked = "tcp" in os.environ.get("UCX_TLS", "").split(",")
+    return bool(carrier) and not asked and all(lane.startswith("tcp/") for lane in carrier.split())
+
+
+def _pages_each(block_bytes: int) -> int:
+    return -(-block_bytes // PAGE_BYTES)
