@@ -38,8 +38,7 @@ def overwrite(pool: FaultPool, chain: list[bytes]) -> None:
     ],
 )
 def test_a_reader_whose_memory_is_used_again_gets_the_old_bytes_or_a_miss(pool, point, transport, pieces):
-    chain = random_chain(3)
-    pool.put_again(chain)
+    chain = pool.put_on("n0", 3)  # one read: what comes from a second node would be read after the pause
     with pool.actor(transport) as reader:
         reader.points.arm(point, "pause")
         reader.begin("get", chain=chain, timeout_s=READER_S, pieces=pieces)

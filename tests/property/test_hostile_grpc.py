@@ -101,7 +101,7 @@ def ask(servicer: object, method: MethodDescriptor, request: Message) -> Message
 def store_node(stack: ExitStack) -> tuple[object, Callable[[], None]]:
     """The servicer of a node with some blocks, and what looks whether it is sound."""
     node = Node(stack)
-    return StoreNodeServicer(node.store, common_pb2.Node, lambda: 0, lambda: None), node.check
+    return StoreNodeServicer(node.store, common_pb2.Node, lambda: 0, dict, lambda: None), node.check
 
 
 def of_pool(make: Callable[[MetaService], object], stack: ExitStack) -> tuple[object, Callable[[], None]]:
@@ -113,7 +113,7 @@ def of_pool(make: Callable[[MetaService], object], stack: ExitStack) -> tuple[ob
 
 SERVICERS = {
     "Directory": partial(of_pool, lambda service: DirectoryServicer(service, ["tcp://127.0.0.1:1"], "1")),
-    "Admin": partial(of_pool, lambda service: AdminServicer(service, "1")),
+    "Admin": partial(of_pool, lambda service: AdminServicer(service, "1", dict)),
     "Membership": partial(of_pool, MembershipServicer),
     "StoreNode": store_node,
 }
