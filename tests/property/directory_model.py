@@ -213,9 +213,9 @@ class DirectoryModel:
         assert self.directory.stats().evicted_blocks - evicted_blocks >= len(evictions.evicted)
         assert not evictions.evicted & self._protected(before), "leased and pinned blocks and their ancestors stay"
         evictions.check_leaves_went_first()
-        if not self.with_disks:  # what is on disk too goes by its age
+        if not self.with_disks:  # what was on disk too waits among the copies, by an age of its own
             evictions.check_copies_went_first(self.surplus_blocks())
-        evictions.check_oldest_went_first(self.now_us(), self.config.age_slack)
+            evictions.check_oldest_went_first(self.now_us(), self.config.age_slack)
         for key in rewritten | evictions.evicted:
             self.pins.pop(key, None)
 
