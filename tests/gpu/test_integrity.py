@@ -120,6 +120,29 @@ def test_a_transfer_does_not_wait_for_the_compute_stream(cache, clients, torch):
     done.synchronize()
 
 
+def test_a_save_waits_for_the_kernel_that_writes_its_pages(clients, pages, torch):
+    """Row 6 of the fault matrix: a step's hooks are called while the step still runs."""
+    memory = torch.zeros((LAYERS, BLOCKS, 64 << 10), dtype=torch.uint8, device="cuda")
+    engine = pages.open_pages({f"layer.{i}": memory[i] for i in range(LAYERS)})
+    keyspace, hashes = open_blocks(clients["shm"], engine.runs.block_bytes), chain(8)
+    found = np.empty((8, engine.runs.block_bytes), np.uint8)
+    engine.gather(range(8), found)  # what is built at the first use is not built while the kernel runs
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(4_000_000_000)  # cycles: 2 s
+        memory.fill_(7)
+        fence = engine.fence()
+    engine.gather(range(8), found)
+    assert not fence.query()
+    assert not found.any(), "nothing is written yet"
+
+    engine.wait(fence)
+    assert keyspace.store(hashes, engine.direct(range(8))).stored == 8
+
+    assert keyspace.load(hashes, found).loaded == 8
+    assert (found == 7).all()
+
+
 def test_the_first_that_a_thread_does_may_be_a_load(cache, clients):
     """CUDA's contexts are current by thread; engines load on threads that did nothing before."""
     keyspace, hashes = open_blocks(clients["shm"], cache.runs.block_bytes), chain(8)
