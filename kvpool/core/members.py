@@ -12,8 +12,9 @@ from typing import Self
 
 from kvpool.core.clock import Clock
 
-QUIET = 1 / 3
-"""Part of the time after which a silent node is lost: from then on others are better for new blocks."""
+QUIET = 2 / 3
+"""Part of the time after which a silent node is lost: from then on others are better for new blocks. Two heartbeats at
+least, since that time is three: one may be late on a busy machine."""
 
 
 class MemberState(StrEnum):

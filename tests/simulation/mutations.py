@@ -142,7 +142,7 @@ def half_written_connections_are_kept():
     close = Connection.close
 
     def close_unless_writing(self):
-        if sys._getframe(1).f_code.co_name == "write_grants" and not self.waits:
+        if sys._getframe(1).f_code.co_name == "_write_over" and not self.waits:
             return
         close(self)
 
