@@ -16,7 +16,6 @@ import numpy as np
 
 from kvpool import Want
 from kvpool.core.keys import split_hashes
-from kvpool_connector.vllm import worker as worker_module
 from kvpool_connector.vllm.connector import KVPoolConnector
 from kvpool_connector.vllm.pages import Pages
 from tests.vllm.engines import digest
@@ -91,7 +90,7 @@ class ProbedConnector(KVPoolConnector):
     def __init__(self, vllm_config, role, kv_cache_config):
         folder = Path(os.environ["KVPOOL_PROBE"])
         if "KVPOOL_PROBE_LOAD_STEP" in os.environ:
-            worker_module.LOAD_STEP_BYTES = int(os.environ["KVPOOL_PROBE_LOAD_STEP"])
+            Pages.step_bytes = int(os.environ["KVPOOL_PROBE_LOAD_STEP"])
         self._totals = Counter()
         self._totals_lock = threading.Lock()
         super().__init__(vllm_config, role, kv_cache_config)
