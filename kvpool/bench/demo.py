@@ -22,6 +22,7 @@ from kvpool.bench.process import RoleProcess
 from kvpool.bench.workload import Workload
 from kvpool.core.errors import UsageError
 from kvpool.core.limits import PAGE_BYTES
+from kvpool.core.units import pages_of
 from kvpool.ops.sources import load_settings
 
 ENGINES_MAX = 64
@@ -74,7 +75,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         pages = self.engine_pages or ENGINE_PROMPTS * longest
         if pages < longest:
             raise UsageError(f"engine pages are {pages}, but the longest prompt has {longest} blocks; give as many")
-        slot_bytes = -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        slot_bytes = pages_of(self.block_bytes) * PAGE_BYTES
         wanted = int(workload.unique_blocks() * slot_bytes * POOL_HEADROOM / self.nodes)
         node_bytes = self.node_bytes or max(NODE_BYTES_MIN, wanted)
         return msgspec.structs.replace(self, engine_pages=pages, node_bytes=node_bytes)

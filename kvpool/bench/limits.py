@@ -15,10 +15,11 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 
 from kvpool.bench.measure import child, heard, say
 from kvpool.core.errors import UnavailableError
+from kvpool.transport.blocks import rest_of
 
 _REQUEST = struct.Struct("<IIQ")
 _IOV_MAX = 1024
@@ -73,6 +75,15 @@ def blocks_of(memory: Block, block_bytes: int) -> list[Block]:
     return [memory[start : start + block_bytes] for start in range(0, len(memory), block_bytes)]
 
 
+def share_out(workers: Executor, count: int, streams: int, move: Callable[[int, int], None]) -> None:
+    """Move ``count`` blocks in as many parts, given by start and end; the first part on the caller's own thread."""
+    first, *others = pairwise(count * i // streams for i in range(streams + 1))
+    moving = [workers.submit(move, *other) for other in others]
+    move(*first)
+    for other in moving:
+        other.result()
+
+
 class CopyLimit:
     """Copies block by block between the caller's buffers and shared memory of its own, on some threads a call."""
 
@@ -84,12 +95,7 @@ class CopyLimit:
 
     def move(self, batch: Batch) -> None:
         """See `Limit.move`."""
-        count = len(batch.buffers)
-        bounds = list(pairwise(count * i // self._streams for i in range(self._streams + 1)))
-        others = [self._workers.submit(self._copy, batch, start, end) for start, end in bounds[1:]]
-        self._copy(batch, *bounds[0])
-        for other in others:
-            other.result()
+        share_out(self._workers, len(batch.buffers), self._streams, partial(self._copy, batch))
 
     def close(self) -> None:
         """End its threads."""
@@ -215,7 +221,7 @@ def _send(sock: socket.socket, views: list[memoryview]) -> None:
     for start in range(0, len(views), _IOV_MAX):
         group = views[start : start + _IOV_MAX]
         while group:
-            group = _after(group, sock.sendmsg(group))
+            group = rest_of(group, sock.sendmsg(group))
 
 
 def _receive(sock: socket.socket, views: list[memoryview]) -> None:
@@ -225,13 +231,4 @@ def _receive(sock: socket.socket, views: list[memoryview]) -> None:
             count = sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
             if not count:
                 raise UnavailableError("the other side of the raw sockets has closed")
-            group = _after(group, count)
-
-
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of ``views`` after ``count`` bytes of them are done."""
-    for i, view in enumerate(views):
-        if count < len(view):
-            return [view[count:], *views[i + 1 :]]
-        count -= len(view)
-    return []
+            group = rest_of(group, count)

@@ -8,12 +8,12 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from kvpool.bench.limits import Batch, Block, shared_memory
+from kvpool.bench.limits import Batch, Block, share_out, shared_memory
 from kvpool.bench.measure import child, heard, say
 from kvpool.core.errors import UsageError
 from kvpool.core.limits import PAGE_BYTES
@@ -45,12 +45,7 @@ class UcxLimit:
 
     def move(self, batch: Batch) -> None:
         """See `Limit.move`."""
-        count = len(batch.buffers)
-        bounds = list(pairwise(count * i // self._streams for i in range(self._streams + 1)))
-        others = [self._workers.submit(self._read, batch, start, end) for start, end in bounds[1:]]
-        self._read(batch, *bounds[0])
-        for other in others:
-            other.result()
+        share_out(self._workers, len(batch.buffers), self._streams, partial(self._read, batch))
 
     def close(self) -> None:
         """End its threads."""

@@ -21,6 +21,7 @@ from kvpool.bench.measure import GB, at_least, compare, percentile, pool_process
 from kvpool.client.storing import step_blocks
 from kvpool.core.errors import KvpoolError, UsageError
 from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, RESERVE_BLOCKS_MAX
+from kvpool.core.units import pages_of
 from kvpool.embedded import EmbeddedPool
 from kvpool.ops.settings import MetaSettings, NodeSettings
 from kvpool.transport.streams import STREAM_BYTES_MIN
@@ -109,7 +110,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Memory of the node, worked out."""
         if self.node_bytes is not None:
             return self.node_bytes
-        page_bytes = -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        page_bytes = pages_of(self.block_bytes) * PAGE_BYTES
         if self.op == "put":
             # The warm-up is a round too.
             return int(page_bytes * (self.count * (self.rounds + 1) + SINGLE_SAMPLES) * GET_HEADROOM)

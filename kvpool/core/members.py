@@ -38,6 +38,11 @@ class MemberSegment:
     off: str = ""
     """Why it is out of use; empty while it is in use."""
 
+    @classmethod
+    def of(cls, said: object) -> Self:
+        """See `Scrub.of`."""
+        return cls(**{field.name: getattr(said, field.name) for field in fields(cls)})
+
 
 @dataclass(frozen=True, slots=True)
 class Scrub:

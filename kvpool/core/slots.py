@@ -14,6 +14,7 @@ from enum import IntEnum
 from kvpool.core.clock import Clock
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slab import Slab
+from kvpool.core.units import pages_of
 
 
 class SlotState(IntEnum):
@@ -101,7 +102,7 @@ class Slots:
         self, length: int, count: int, owner: int, ttl_s: float, reservation: int = 0, *, bound: bool = True
     ) -> list[Slot]:
         """Writing slots for up to ``count`` blocks of ``length`` bytes: as many as find a free extent."""
-        pages = -(-length // PAGE_BYTES)
+        pages = pages_of(length)
         starts = self._slab.allocate_run(pages, count)
         if not starts:
             return []
@@ -120,7 +121,7 @@ class Slots:
 
         One that was being written rests in quarantine, since its old writer may still have it mapped.
         """
-        pages = -(-length // PAGE_BYTES)
+        pages = pages_of(length)
         if not self._slab.take(page, pages):
             return None
         slot = Slot(page, pages, length, generation, 0, 0, bound=False, until_s=0.0, state=SlotState.COMMITTED)

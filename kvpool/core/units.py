@@ -3,12 +3,18 @@
 import re
 
 from kvpool.core.errors import UsageError
+from kvpool.core.limits import PAGE_BYTES
 
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 _SIZES |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 DURATION_S_MAX = 1e9
 _NUMBER = re.compile(r"^\s*(\d{1,20}(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+
+
+def pages_of(size_bytes: int) -> int:
+    """Pages that ``size_bytes`` take, the last one perhaps in part."""
+    return -(-size_bytes // PAGE_BYTES)
 
 
 def parse_size(text: str | int) -> int:

@@ -55,7 +55,7 @@ class Losses:
                 continue
             log.error("segment_off", node=member.node_id, medium=segment.medium, reason=segment.off)
             self._directory.lose_segment(segment.segment_id)
-            failed.append(MemberSegment(segment.segment_id, segment.medium, segment.capacity_bytes, segment.off))
+            failed.append(MemberSegment.of(segment))
         if failed:
             self._drop_first()
         return failed

@@ -95,7 +95,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServicer):
                 f"node {hello.node_id!r} speaks version {hello.protocol}, this service {PROTOCOL_VERSION}: "
                 "upgrade the older one"
             )
-        segments = tuple(MemberSegment(s.segment_id, s.medium, s.capacity_bytes, s.off) for s in hello.segments)
+        segments = tuple(map(MemberSegment.of, hello.segments))
         if not 1 <= len(hello.node_id) <= NODE_ID_CHARS_MAX or len(hello.endpoints) > ENDPOINTS_MAX:
             raise ProtocolError(f"node id of {len(hello.node_id)} characters, {len(hello.endpoints)} endpoints")
         if len(segments) > SEGMENTS_PER_NODE_MAX or any(len(s.segment_id) != SEGMENT_ID_BYTES for s in segments):

@@ -168,7 +168,7 @@ class Checks:
             slot = self._slots.pin(page, generation) or self._slots.pin_resting(page, generation)
             if slot is None:
                 return None
-            view = None if self._on_disk else self._segment.payload[page * PAGE_BYTES :][: slot.length].data
+            view = None if self._on_disk else self._segment.view(page, slot.length)
             if view is not None and len(view) < slot.length:  # the node is stopping, and has let go of its memory
                 self._slots.unpin(slot)
                 return None

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 from kvpool.core.directory import DISK
 from kvpool.core.errors import CapacityError, KvpoolError, ProtocolError
-from kvpool.core.limits import PAGE_BYTES, SLOTS_PER_CALL_MAX
+from kvpool.core.limits import PAGE_BYTES
+from kvpool.node.arriving import commit_arrived, written_slots
 from kvpool.node.records import Receiving
 from kvpool.node.segment import Segment
 from kvpool.node.store import NodeStore
-from kvpool.transport.base import WriteStatus
 from kvpool.transport.copying import checksum
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.ucx.messages import AGENT_BYTES_MAX, OfferRequest, PullRequest, Region, RegisterRequest
 from kvpool.transport.ucx.process import Peer, Transfer, UcxProcess
-from kvpool.transport.wire.messages import NOT_MAPPED, Done, Message, Statuses, unpack
+from kvpool.transport.wire.messages import NOT_MAPPED, Done, Message, unpack
 from kvpool.transport.wire.server import Payload, Reply
 
 START_TIMEOUT_S = 15.0
@@ -92,19 +92,11 @@ class Pulling:
         self._store.check_segment(request.segment_id)
         if self._writer is None:
             raise ProtocolError("a pull before the writer's region was registered")
-        count = len(request.slots) // 4
-        if not 1 <= count <= SLOTS_PER_CALL_MAX:
-            raise ProtocolError(f"{count} slots in one call; name from 1 to {SLOTS_PER_CALL_MAX}")
-        slots = unpack("slots", request.slots, "<u4", count)
-        generations = unpack("generations", request.generations, "<u8", count)
-        checksums = unpack("checksums", request.checksums, "<u8", count)
-        pages = unpack("pages", request.pages, "<u4", count)
+        slots, generations, checksums = written = written_slots(request)
+        pages = unpack("pages", request.pages, "<u4", len(slots))
         places = self._store.begin_receive(slots, generations, self._owner)
         arrived = self._fill(places, pages, checksums, payload)
-        where = (request.segment_id, request.reservation, self._owner)
-        statuses = np.frombuffer(self._store.commit_slots(*where, slots, generations, checksums), np.uint8).copy()
-        statuses[~arrived] = WriteStatus.BAD
-        return Reply(Statuses(statuses.tobytes()))
+        return commit_arrived(self._store, request, self._owner, written, arrived)
 
     def _fill(
         self,

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from kvpool.core.directory import DISK
 from kvpool.core.errors import ProtocolError, UsageError
-from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX, SLOTS_PER_CALL_MAX
+from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
+from kvpool.node.arriving import commit_arrived, named_slots, written_slots
 from kvpool.node.pulling import Pulling
 from kvpool.node.records import Receiving
 from kvpool.node.store import NodeStore
 from kvpool.ops.failpoints import failpoint
-from kvpool.transport.base import WriteStatus
 from kvpool.transport.copying import checksum
 from kvpool.transport.ucx.process import UcxProcess
 from kvpool.transport.wire.messages import (
@@ -82,28 +82,22 @@ class DataSession:
 
     def _read(self, request: ReadRequest, payload: Payload) -> Reply:
         store = self._store.of(request.segment_id)
-        slots, generations = _named_slots(request.slots, request.generations)
+        slots, generations = named_slots(request.slots, request.generations)
         length = request.block_bytes
         if not 1 <= length <= BLOCK_BYTES_MAX or length * len(slots) > FRAME_PAYLOAD_BYTES_MAX:
             raise ProtocolError(f"a read of {len(slots)} blocks of {length} bytes is over the frame's limit")
         until_sent = ExitStack()
-        found = until_sent.enter_context(store.read(slots, generations, length))
+        found = until_sent.enter_context(store.read(slots.tolist(), generations.tolist(), length))
         return Reply(ReadReply(bytes(found.present)), found.views, sent=until_sent.close)
 
     def _write(self, request: WriteRequest, payload: Payload) -> Reply:
-        count = len(_named_slots(request.slots, request.generations)[0])
-        slots = unpack("slots", request.slots, "<u4", count)
-        generations = unpack("generations", request.generations, "<u8", count)
-        checksums = unpack("checksums", request.checksums, "<u8", count)
-        length, rest = divmod(payload.size_bytes, count)
+        slots, generations, checksums = written = written_slots(request)
+        length, rest = divmod(payload.size_bytes, len(slots))
         if rest:
-            raise ProtocolError(f"a payload of {payload.size_bytes} bytes is not {count} equal blocks")
+            raise ProtocolError(f"a payload of {payload.size_bytes} bytes is not {len(slots)} equal blocks")
         self._store.check_segment(request.segment_id)
         arrived = self._receive(self._store.begin_receive(slots, generations, self._owner), checksums, length, payload)
-        where = (request.segment_id, request.reservation, self._owner)
-        statuses = np.frombuffer(self._store.commit_slots(*where, slots, generations, checksums), np.uint8).copy()
-        statuses[~arrived] = WriteStatus.BAD
-        return Reply(Statuses(statuses.tobytes()))
+        return commit_arrived(self._store, request, self._owner, written, arrived)
 
     def _receive(
         self, places: list[Receiving | None], checksums: NDArray[np.uint64], length: int, payload: Payload
@@ -142,8 +136,8 @@ class DataSession:
 
     def _discard(self, request: DiscardRequest, payload: Payload) -> Reply:
         self._store.check_segment(request.segment_id)
-        slots, generations = _named_slots(request.slots, request.generations)
-        return Reply(Done(self._store.discard(slots, generations, self._owner)))
+        slots, generations = named_slots(request.slots, request.generations)
+        return Reply(Done(self._store.discard(slots.tolist(), generations.tolist(), self._owner)))
 
     def _attach(self, request: AttachRequest, payload: Payload) -> Reply:
         segment = self._store.of(request.segment_id).segment
@@ -155,13 +149,3 @@ class DataSession:
 
     def _ping(self, request: Ping, payload: Payload) -> Reply:
         return Reply(Done(0))
-
-
-def _named_slots(slots: bytes, generations: bytes) -> tuple[list[int], list[int]]:
-    count = len(slots) // 4
-    if not 1 <= count <= SLOTS_PER_CALL_MAX:
-        raise ProtocolError(f"{count} slots in one call; name from 1 to {SLOTS_PER_CALL_MAX}")
-    return (
-        unpack("slots", slots, "<u4", count).tolist(),
-        unpack("generations", generations, "<u8", count).tolist(),
-    )

@@ -393,4 +393,4 @@ class NodeStore:
         return checksum_seeds(self._headers.read(np.array([slot.page for slot in slots], np.uint32)).records)
 
     def _view(self, page: int, length: int) -> memoryview:
-        return self.segment.payload[page * PAGE_BYTES : page * PAGE_BYTES + length].data
+        return self.segment.view(page, length)

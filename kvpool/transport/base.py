@@ -14,6 +14,10 @@ from kvpool.transport.blocks import Blocks
 from kvpool.transport.deadline import Deadline
 
 
+class OnDiskError(Exception):
+    """The segment is not memory, so it can be neither mapped nor read one-sided: the node reads it for us."""
+
+
 class ReadStatus(IntEnum):
     """What became of one block of a read."""
 
@@ -27,6 +31,13 @@ class ReadStatus(IntEnum):
     """The node could not be reached; the destination may hold garbage."""
     LATE = 4
     """The deadline came first; the destination may hold garbage."""
+
+
+def verdicts(found: Sequence[int], expected: Sequence[int]) -> bytearray:
+    """A `ReadStatus` for each block, by the checksum over its destination and the one that the directory gave."""
+    if found == expected:
+        return bytearray(len(found))
+    return bytearray(ReadStatus.OK if f == e else ReadStatus.BAD for f, e in zip(found, expected, strict=True))
 
 
 class WriteStatus(IntEnum):

@@ -4,7 +4,7 @@ Side by side is the fast case: neighbours move in one copy, and nothing is made 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,18 @@ Seeds = Callable[[], list[int]]
 
 Stored = Callable[[], list[int]]
 """Waits for copies that were begun; the checksums of their blocks."""
+
+
+def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
+    """What is left of ``buffers`` after ``count`` bytes of them are done, as a call that moves several may leave it."""
+    left: list[memoryview] = []
+    for buffer in buffers:
+        if count >= len(buffer):
+            count -= len(buffer)
+        else:
+            left.append(buffer[count:])
+            count = 0
+    return left
 
 
 class Blocks:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, UnavailableError
 from kvpool.ops.failpoints import failpoint
-from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
+from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Transport, WriteBatch, verdicts
 from kvpool.transport.blocks import Bytes, FarBlocks
 from kvpool.transport.copying import begin_store_slots, fits, load_slots, starts_of
 from kvpool.transport.deadline import Deadline
@@ -39,10 +39,6 @@ from kvpool.transport.writing import Commit, write_grants
 
 DISK_REQUEST_BYTES_MAX = 8 << 20
 """Bytes of one read of what is on disk: while they are sent, another stream's are read."""
-
-
-class _OnDiskError(Exception):
-    """The segment is not memory: the node reads it for us."""
 
 
 class _Mapping:
@@ -98,10 +94,7 @@ def read_mapped(payload: Bytes, batch: ReadBatch, streams: Streams) -> bytearray
 
         found = list(chain.from_iterable(streams.split(len(destinations), batch.block_bytes, part)))
     failpoint("client.read.before_verify")
-    expected = batch.checksums.tolist()
-    if found == expected:
-        return bytearray(len(found))
-    return bytearray(ReadStatus.OK if f == e else ReadStatus.BAD for f, e in zip(found, expected, strict=True))
+    return verdicts(found, batch.checksums.tolist())
 
 
 class ShmTransport(Transport):
@@ -166,7 +159,7 @@ class ShmTransport(Transport):
             return None
         try:
             return self._mappings.get(segment_id, partial(self._attach, segment_id, deadline), deadline)
-        except _OnDiskError:
+        except OnDiskError:
             self._on_disk.add(segment_id)
             return None
 
@@ -174,6 +167,6 @@ class ShmTransport(Transport):
         with self._connections.connection(deadline.left_s()) as connection:
             reply = connection.call(AttachRequest(segment_id), AttachReply, deadline.left_s())
             if reply.size_bytes == NOT_MAPPED:
-                raise _OnDiskError(segment_id.hex())
+                raise OnDiskError(segment_id.hex())
             read_descriptor, write_descriptor = connection.take_descriptors(2)
         return _Mapping(read_descriptor, write_descriptor, reply.size_bytes)

@@ -36,6 +36,7 @@ from kvpool.core.errors import CapacityError, UsageError
 from kvpool.core.keys import NO_PARENT
 from kvpool.core.limits import NAMESPACES_MAX, PAGE_BYTES, SEGMENTS_MAX
 from kvpool.core.namespace import Namespace
+from kvpool.core.units import pages_of
 
 COUNTS = (
     "evicted_blocks",
@@ -75,7 +76,7 @@ class Directory:
             return
         if len(state.namespaces) >= NAMESPACES_MAX:
             raise CapacityError(f"{NAMESPACES_MAX} namespaces are open, the limit; drop old ones by raising an epoch")
-        slot_bytes = -(-namespace.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        slot_bytes = pages_of(namespace.block_bytes) * PAGE_BYTES
         entry = NamespaceEntry(state.chains.add_namespace(), namespace, slot_bytes)
         state.namespaces[namespace.id] = entry
         state.entries.append(entry)

@@ -70,7 +70,7 @@ class Segment:
     @property
     def takes_new(self) -> bool:
         """Whether new blocks may be placed there, and copies for other readers."""
-        return self.accepts and self.medium != DISK
+        return self.accepts and not self.is_disk
 
     @property
     def free_bytes(self) -> int:

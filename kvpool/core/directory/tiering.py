@@ -228,11 +228,10 @@ def _make_room(state: DirectoryState, segment: Segment, size_bytes: int) -> None
 def _make_room_in_memory(state: DirectoryState, segment: Segment, now_us: int) -> bool:
     """What has another copy, or was never read, gives way to what comes back; not the last copy of what was read."""
     surplus, victim = segment.last_surplus, state.policy.first(segment.number, now_us)
-    may_evict = victim is not None and state.blocks.reused[victim.row] == Reuse.NONE
     if (
         victim is not None
-        and may_evict
-        and not (surplus != NIL and state.placements.is_due(surplus, victim.last_use_us))
+        and state.blocks.reused[victim.row] == Reuse.NONE
+        and (surplus == NIL or not state.placements.is_due(surplus, victim.last_use_us))
     ):
         state.evict(victim.row)
         return True

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvpool.core.errors import CapacityError, ProtocolError, UnavailableError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import Slots
+from kvpool.core.units import pages_of
 from kvpool.node.directory_link import DirectoryLink
 from kvpool.node.disk.headers import DiskHeaders
 from kvpool.node.headers import SlotHeaders
@@ -107,7 +108,7 @@ class DiskStore(NodeStore):
             raise UnavailableError("the disk has too much to do; compute the blocks, or try again")
         named = list(zip(slots, generations, strict=True))
         pinned: list[tuple[int, int]] = []
-        memory = self._take_memory(len(slots) * _whole_pages(length))
+        memory = self._take_memory(len(slots) * pages_of(length) * PAGE_BYTES)
         try:
             found = [not self.off and self._pin(*name, length) for name in named]
             pinned = [name for name, there in zip(named, found, strict=True) if there]
@@ -138,7 +139,7 @@ class DiskStore(NodeStore):
 
     def _fetch(self, pinned: list[tuple[int, int]], memory: memoryview, length: int) -> list[memoryview | None]:
         """The bytes of pinned slots, read into ``memory`` side by side; None for one that cannot be read."""
-        step = _whole_pages(length)
+        step = pages_of(length) * PAGE_BYTES
         extents = [(page, memory[i * step : (i + 1) * step]) for i, (page, _) in enumerate(pinned)]
         errors = self.segment.read(extents)
         for name, error in zip(pinned, errors, strict=True):
@@ -149,7 +150,3 @@ class DiskStore(NodeStore):
     def _view(self, page: int, length: int) -> memoryview:  # noqa: ARG002 - where it goes is known at the end
         """Memory to receive a slot's bytes into; `end_receive` writes it."""
         return aligned(length)[:length]
-
-
-def _whole_pages(length: int) -> int:
-    return -(-length // PAGE_BYTES) * PAGE_BYTES

@@ -16,10 +16,10 @@ import numpy as np
 from kvpool.core.directory import DISK
 from kvpool.core.errors import CapacityError, UsageError
 from kvpool.core.limits import PAGE_BYTES
-from kvpool.core.units import format_size
+from kvpool.core.units import format_size, pages_of
 from kvpool.node.private_file import open_private
 from kvpool.ops.logging import get_logger
-from kvpool.transport.blocks import Bytes
+from kvpool.transport.blocks import Bytes, rest_of
 
 THREADS = 4
 """Requests that the disk has at a time from one node."""
@@ -119,7 +119,7 @@ Move = Callable[[int, list[memoryview], int], None]
 
 def aligned(length: int) -> memoryview:
     """Page-aligned memory of as many whole pages as ``length`` bytes need; zeros."""
-    return memoryview(mmap.mmap(-1, -(-length // PAGE_BYTES) * PAGE_BYTES))
+    return memoryview(mmap.mmap(-1, pages_of(length) * PAGE_BYTES))
 
 
 def _open(path: Path) -> tuple[int, bool]:
@@ -188,12 +188,4 @@ def _move_whole(
             raise OSError(errno.EIO, f"{moved} of {left} bytes at {offset}: the file is not what it was")
         left, offset = left - moved, offset + moved
         if left:
-            pieces = _rest(pieces, moved)
-
-
-def _rest(pieces: list[memoryview], moved: int) -> list[memoryview]:
-    for i, piece in enumerate(pieces):
-        if moved < len(piece):
-            return [piece[moved:], *pieces[i + 1 :]]
-        moved -= len(piece)
-    return []
+            pieces = rest_of(pieces, moved)

@@ -66,7 +66,7 @@ class ShmSegment:
 
     def view(self, page: int, length: int) -> memoryview:
         """See `Segment.view`: the memory itself."""
-        return self.payload[page * PAGE_BYTES :][:length].data
+        return self.payload[page * PAGE_BYTES : page * PAGE_BYTES + length].data
 
     def descriptors(self) -> tuple[int, int]:
         """See `Segment.descriptors`."""

@@ -12,7 +12,8 @@ from functools import partial
 
 from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError
 from kvpool.core.limits import PAGE_BYTES
-from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
+from kvpool.core.units import pages_of
+from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Transport, WriteBatch, verdicts
 from kvpool.transport.copying import load_slots, store_slots
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
@@ -32,10 +33,6 @@ BLOCK_BYTES_MAX = REGION_BYTES // 4
 """Larger blocks go through frames."""
 
 log = logging.getLogger("kvpool.transport.ucx")
-
-
-class _OnDiskError(Exception):
-    """The segment is not memory: the node reads it for us."""
 
 
 class UcxTransport(Transport):
@@ -79,7 +76,7 @@ class UcxTransport(Transport):
 
         try:
             return bytearray().join(self._streams.split(len(batch.destinations), batch.block_bytes, part))
-        except _OnDiskError:
+        except OnDiskError:
             self._on_disk.add(batch.segment_id)
             return self._framed.read(batch, deadline)
 
@@ -99,7 +96,7 @@ class UcxTransport(Transport):
 
     def _read_part(self, batch: ReadBatch, seeds: list[int], first: int, end: int, deadline: Deadline) -> bytearray:
         statuses = bytearray([ReadStatus.FAILED]) * (end - first)
-        step = max(1, LEASE_BYTES_MAX // (_pages_each(batch.block_bytes) * PAGE_BYTES))
+        step = max(1, LEASE_BYTES_MAX // (pages_of(batch.block_bytes) * PAGE_BYTES))
         try:
             peer, region = self._peer(batch.segment_id, deadline)
             with self._connections.connection(deadline.left_s()) as node:
@@ -127,7 +124,7 @@ class UcxTransport(Transport):
         deadline: Deadline,
     ) -> bytearray:
         """Read ``blocks`` in one transfer; one `ReadStatus` each."""
-        some, pages_each = slice(blocks.start, blocks.stop), _pages_each(batch.block_bytes)
+        some, pages_each = slice(blocks.start, blocks.stop), pages_of(batch.block_bytes)
         slots = batch.slots[some]
         if int(slots.max()) + pages_each > region.size_bytes // PAGE_BYTES:
             return bytearray([ReadStatus.BAD]) * len(blocks)
@@ -144,8 +141,7 @@ class UcxTransport(Transport):
             found = load_slots(arena.payload, lease.slots, batch.destinations.select(blocks), seeds[some])
         finally:
             transfer.when_ended(release)
-        expected = batch.checksums[some].tolist()
-        return bytearray(ReadStatus.OK if f == e else ReadStatus.BAD for f, e in zip(found, expected, strict=True))
+        return verdicts(found, batch.checksums[some].tolist())
 
     def _peer(self, segment_id: bytes, deadline: Deadline) -> tuple[Peer, Region]:
         return self._peers.get(segment_id, partial(self._meet, segment_id, deadline), deadline)
@@ -154,7 +150,7 @@ class UcxTransport(Transport):
         with self._connections.connection(deadline.left_s()) as connection:
             region = connection.call(OfferRequest(segment_id), Region, deadline.left_s())
         if region.size_bytes == NOT_MAPPED:
-            raise _OnDiskError(segment_id.hex())
+            raise OnDiskError(segment_id.hex())
         peer = self._side.process.meet(region, deadline)
         self.carrier = self._side.process.carrier
         if not self.fell_back and _fell_back(self.carrier):
@@ -177,7 +173,7 @@ class UcxTransport(Transport):
         pulling: deque[tuple[Prepared, list[int], Lease]] = deque()
         try:
             for batch, ready in zip(batches, prepared, strict=True):
-                step = max(1, LEASE_BYTES_MAX // (_pages_each(batch.block_bytes) * PAGE_BYTES))
+                step = max(1, LEASE_BYTES_MAX // (pages_of(batch.block_bytes) * PAGE_BYTES))
                 for first in range(0, len(ready.blocks), step):
                     if len(pulling) == 2:
                         self._collect(connection, pulling, deadline)
@@ -195,7 +191,7 @@ class UcxTransport(Transport):
     ) -> Lease:
         blocks, slots, generations = ready.blocks[some], ready.slots[some], ready.generations[some]
         arena = self._side.arena
-        lease = arena.lease(len(blocks), _pages_each(batch.block_bytes), deadline)
+        lease = arena.lease(len(blocks), pages_of(batch.block_bytes), deadline)
         try:
             seeds = batch.seeds(generations, blocks)
             checksums = store_slots(arena.payload, lease.slots, batch.sources.select(blocks), seeds)
@@ -219,7 +215,3 @@ def _fell_back(carrier: str) -> bool:
     """Whether UCX moves data over TCP alone, though ``UCX_TLS`` does not ask for TCP."""
     asked = "tcp" in os.environ.get("UCX_TLS", "").split(",")
     return bool(carrier) and not asked and all(lane.startswith("tcp/") for lane in carrier.split())
-
-
-def _pages_each(block_bytes: int) -> int:
-    return -(-block_bytes // PAGE_BYTES)

@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from kvpool.core import errors
 from kvpool.core.errors import CapacityError, DeadlineError, KvpoolError, ProtocolError, UnavailableError
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX
 from kvpool.ops.failpoints import failpoint
+from kvpool.transport.blocks import rest_of
 from kvpool.transport.wire.frame import HEADER_BYTES, Header, pack_header, parse_header
 from kvpool.transport.wire.messages import (
     PROTOCOL_VERSION,
@@ -139,7 +140,7 @@ class FramedSocket:
                 count = self.sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
                 if not count:
                     raise ConnectionResetError("the peer closed the connection")
-                group = _after(group, count)
+                group = rest_of(group, count)
                 if group:
                     self._check_time()
 
@@ -165,7 +166,7 @@ class FramedSocket:
         for start in range(0, len(buffers), IOV_MAX):
             group = list(buffers[start : start + IOV_MAX])
             while group:
-                group = _after(group, self.sock.sendmsg(group))
+                group = rest_of(group, self.sock.sendmsg(group))
                 if group:
                     self._check_time()
             failpoint("wire.send.mid_payload")
@@ -368,15 +369,3 @@ def _remote_error(reply: ErrorReply) -> KvpoolError:
     if isinstance(kind, type) and issubclass(kind, KvpoolError):
         return kind(reply.message)
     return KvpoolError(f"{reply.error}: {reply.message}")
-
-
-def _after(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
-    """What is left of ``buffers`` after ``count`` bytes of them are done."""
-    left: list[memoryview] = []
-    for buffer in buffers:
-        if count >= len(buffer):
-            count -= len(buffer)
-        else:
-            left.append(buffer[count:])
-            count = 0
-    return left
