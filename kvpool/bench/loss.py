@@ -7,13 +7,9 @@ the loss, held against the other. The node lost is the one that holds most; the 
 import msgspec
 
 from kvpool.bench.measure import at_least, rounded
-from kvpool.bench.workload import Request, Workload
-from kvpool.core.directory import Directory, ReserveResult
+from kvpool.bench.replay import Replay
+from kvpool.bench.workload import Workload
 from kvpool.core.errors import UsageError
-from kvpool.core.keys import split_hashes
-from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, RESERVE_BLOCKS_MAX, SEGMENT_ID_BYTES
-from kvpool.core.namespace import Namespace
-from kvpool.testing import ManualClock
 
 NODES = 16
 WINDOW = 0.05
@@ -21,9 +17,6 @@ WINDOW = 0.05
 
 HEADROOM = 1.25
 """Nodes do not fill evenly."""
-
-REQUEST_S = 0.1
-_NAMESPACE = Namespace(model="kvpool-bench-loss", block_tokens=1, block_bytes=PAGE_BYTES)
 
 
 class LossRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="recovery_hits"):
@@ -58,7 +51,7 @@ def measure_loss(workload: Workload, nodes: int = NODES) -> LossRow:
     hits: list[tuple[int, int]] = []
     lost_blocks = 0
     for loses in (False, True):
-        replay = _Replay(workload, nodes)
+        replay = _LossReplay(workload, nodes)
         for request in requests[:middle]:
             replay.serve(request)
         if loses:
@@ -78,31 +71,13 @@ def measure_loss(workload: Workload, nodes: int = NODES) -> LossRow:
     )
 
 
-class _Replay:
-    """A directory with nodes that write whatever is reserved at once."""
+class _LossReplay(Replay):
+    """Nodes of which one can be lost."""
 
     def __init__(self, workload: Workload, nodes: int) -> None:
-        self._clock = ManualClock()
-        self._directory = Directory(self._clock)
-        self._directory.open_namespace(_NAMESPACE)
-        self._generation = 0
-        self._ids: dict[int, bytes] = {}
-        node_bytes = (int(HEADROOM * workload.unique_blocks()) // nodes + 1) * PAGE_BYTES
+        super().__init__()
         for node in range(nodes):
-            segment_id = node.to_bytes(SEGMENT_ID_BYTES, "little")
-            self._ids[self._directory.add_segment(segment_id, f"node-{node}", node_bytes)] = segment_id
-
-    def serve(self, request: Request) -> int:
-        """Match, and store what is missing; the hits."""
-        self._clock.advance(REQUEST_S)
-        if not request.hashes:
-            return 0
-        packed = b"".join(request.hashes)
-        matched = self._directory.match(_NAMESPACE.id, packed).blocks
-        for first in range(matched, len(request.hashes), RESERVE_BLOCKS_MAX):
-            upto = packed[: (first + RESERVE_BLOCKS_MAX) * HASH_BYTES]
-            self._write(self._directory.reserve(_NAMESPACE.id, upto, first), split_hashes(upto[first * HASH_BYTES :]))
-        return matched
+            self.add_segment(node, int(HEADROOM * workload.unique_blocks()) // nodes + 1)
 
     def lose_fullest(self) -> int:
         """Lose the node that holds most; its blocks."""
@@ -110,11 +85,3 @@ class _Replay:
         lost = self._directory.lose_segment(fullest.segment_id)
         self._directory.drop_lost()
         return lost
-
-    def _write(self, reserved: ReserveResult, hashes: list[bytes]) -> None:
-        for (number, shard), share in reserved.shares.items():
-            written = []
-            for index in share.indexes:
-                self._generation += 1
-                written.append((hashes[index], shard, self._generation & 0x7FFF_FFFF, self._generation, 0))
-            self._directory.commit(reserved.reservation, self._ids[number], written)

@@ -31,6 +31,7 @@ from kvpool.bench.vllm_rows import MOONCAKE, PATHS
 from kvpool.bench.workload import AgentSettings, Workload, agent_workload
 from kvpool.cli.bench_disk import DiskRows, disk_rows, disk_views
 from kvpool.cli.bench_gpu import gpu_views
+from kvpool.cli.bench_recovery import recovery_views
 from kvpool.cli.bench_vllm import vllm_views
 from kvpool.cli.output import Format, FormatOption, emit, table, target
 from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
@@ -273,9 +274,7 @@ def _show(rows: Iterable[Row], output: Format) -> None:
             _cores(done),
             _memory(done),
             _stores(done),
-            _recoveries(done),
-            _losses(done),
-            _replicas(done),
+            *recovery_views(done),
             *disk_views(done),
             *vllm_views(done),
             *gpu_views(done),
@@ -364,48 +363,6 @@ def _stores(rows: Sequence[Row]) -> RenderableType | None:
         )
     ]
     return table(("store", "#measured", "#target"), cells) if cells else None
-
-
-def _recoveries(rows: Sequence[Row]) -> RenderableType | None:
-    cells = [
-        (
-            row.what.replace("_", " "),
-            f"{row.blocks:,}",
-            f"{row.seconds:.2f}",
-            f"{row.cpu_s:.2f}",
-            target(recoveries.TARGETS_S.get(row.what), "<="),
-            f"{row.lookup_max_ms:.1f}",
-        )
-        for row in rows
-        if isinstance(row, RecoveryRow)
-    ]
-    return (
-        table(("whole again after", "#blocks", "#s", "#CPU s", "#target", "#slowest look-up ms"), cells)
-        if cells
-        else None
-    )
-
-
-def _losses(rows: Sequence[Row]) -> RenderableType | None:
-    cells = [
-        (row.what, f"{row.lost_blocks:,}", f"{row.hit_rate:.1%}", f"{row.at_once:.2f}", f"{row.later:.2f}")
-        for row in rows
-        if isinstance(row, LossRow)
-    ]
-    if not cells:
-        return None
-    return Group(
-        table(
-            (f"1 of {losses.NODES} nodes lost", "#its blocks", "#hit rate", "#left at once", "#and after that"), cells
-        ),
-        f"Left: hits in the next {losses.WINDOW:.0%} of the requests, and in as many after them, part of those without "
-        "the loss.",
-    )
-
-
-def _replicas(rows: Sequence[Row]) -> RenderableType | None:
-    cells = [(f"{row.copies}", f"{row.clients}", f"{row.gb_per_s:.2f}") for row in rows if isinstance(row, ReplicaRow)]
-    return table(("#copies of a hot prefix", "#clients", "#GB/s over tcp"), cells) if cells else None
 
 
 def _words(text: str) -> list[str]:
