@@ -130,20 +130,25 @@ def fault_pool(fault_pools: "FaultPools") -> "FaultPool":
     return fault_pools.take()
 
 
-@pytest.fixture
-def embedded(tmp_path: Path) -> Iterator[EmbeddedPool]:
-    """A pool of one node in this process."""
-    node = NodeSettings(
-        node_id="e0",
-        size="4MiB",
+def embedded_in(folder: Path, node_id: str, size: str, *, reflection: bool = False, **node: object) -> EmbeddedPool:
+    """A pool of one node in this process, not yet started, with its files in ``folder``."""
+    settings = NodeSettings(
+        node_id=node_id,
+        size=size,
         data_port=0,
         grpc_port=0,
-        segment_dir=tmp_path,
-        unix_socket=tmp_path / "e0.sock",
-        scrub_bytes_per_s=0,  # tests commit made-up checksums
+        segment_dir=folder,
+        unix_socket=folder / f"{node_id}.sock",
         keep_segment=False,
+        **node,
     )
-    with EmbeddedPool(MetaSettings(grpc_port=0, framed_port=0, reflection=True), node) as pool:
+    return EmbeddedPool(MetaSettings(grpc_port=0, framed_port=0, reflection=reflection), settings)
+
+
+@pytest.fixture
+def embedded(tmp_path: Path) -> Iterator[EmbeddedPool]:
+    """A pool of one node in this process; without a scrub, since tests commit made-up checksums."""
+    with embedded_in(tmp_path, "e0", "4MiB", reflection=True, scrub_bytes_per_s=0) as pool:
         yield pool
 
 

@@ -229,6 +229,16 @@ def test_a_file_cut_short_costs_its_blocks_and_then_the_tier(start_pool, rng):
     put_on_disk(client, keyspace, rng)
 
 
+def assert_turns_off(client, keyspace, chain, blocks, why):
+    """What is stored and read is to go to a disk that does not take it: the tier says why, and memory has it still."""
+    keyspace.store(chain, list(blocks))
+    assert_loads(keyspace, chain, blocks)
+    eventually(lambda: disk_of(client).off)
+
+    assert why in disk_of(client).off
+    assert_loads(keyspace, chain, blocks)
+
+
 def test_a_limit_on_files_turns_the_tier_off_and_memory_serves(start_pool, rng):
     pool = start_pool(nodes=0)
     block_bytes = 1 << 20
@@ -238,12 +248,7 @@ def test_a_limit_on_files_turns_the_tier_off_and_memory_serves(start_pool, rng):
     resource.prlimit(pool.nodes["n0"].pid, resource.RLIMIT_FSIZE, (2 * block_bytes, resource.RLIM_INFINITY))
 
     chain, blocks = random_chain(6), random_blocks(rng, 6, block_bytes)
-    keyspace.store(chain, list(blocks))
-    assert_loads(keyspace, chain, blocks)
-    eventually(lambda: disk_of(client).off)
-
-    assert "File too large" in disk_of(client).off
-    assert_loads(keyspace, chain, blocks)
+    assert_turns_off(client, keyspace, chain, blocks, "File too large")
     assert_is_off_and_memory_serves(pool, client, keyspace, rng)
 
 
@@ -258,12 +263,7 @@ def test_a_full_disk_turns_the_tier_off_and_memory_serves(start_pool, rng, small
     take_all_room(small_disk)
 
     chain, blocks = random_chain(MEMORY_BLOCKS), random_blocks(rng, MEMORY_BLOCKS)
-    keyspace.store(chain, list(blocks))
-    assert_loads(keyspace, chain, blocks)
-    eventually(lambda: disk_of(client).off)
-
-    assert "No space left" in disk_of(client).off
-    assert_loads(keyspace, chain, blocks)
+    assert_turns_off(client, keyspace, chain, blocks, "No space left")
     assert_is_off_and_memory_serves(pool, client, keyspace, rng)
 
 

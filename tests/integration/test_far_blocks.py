@@ -10,9 +10,8 @@ import xxhash
 import kvpool
 from kvpool.core.directory import MissReason
 from kvpool.core.errors import InvalidBufferError, UnavailableError
-from kvpool.embedded import EmbeddedPool
-from kvpool.ops.settings import MetaSettings, NodeSettings
 from kvpool.transport.blocks import FarBlocks
+from tests.integration.conftest import embedded_in
 
 BLOCK_BYTES = 8192
 TRANSPORTS = ["inproc", "shm", "unix", "tcp"]
@@ -70,17 +69,7 @@ class DeviceBlocks(FarBlocks):
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("far")
-    node = NodeSettings(
-        node_id="far",
-        size="16MiB",
-        data_port=0,
-        grpc_port=0,
-        segment_dir=folder,
-        unix_socket=folder / "far.sock",
-        keep_segment=False,
-    )
-    with EmbeddedPool(MetaSettings(grpc_port=0, framed_port=0), node) as running:
+    with embedded_in(tmp_path_factory.mktemp("far"), "far", "16MiB") as running:
         yield running
 
 
