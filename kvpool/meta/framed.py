@@ -6,6 +6,7 @@ from typing import Any
 from kvpool.core.errors import ProtocolError
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import RESERVE_BLOCKS_MAX, SHARDS_MAX
+from kvpool.core.principals import Principal, anyone
 from kvpool.meta.service import MetaService
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport.wire.messages import (
@@ -36,7 +37,7 @@ class MetaSession:
 
     def __init__(self, service: MetaService) -> None:
         self._service = service
-        self._principal = ""
+        self._principal = anyone("")
         self._handlers: dict[type[Message], Callable[[Any], Message]] = {
             MatchRequest: self._match,
             ReleaseRequest: self._release,
@@ -49,7 +50,7 @@ class MetaSession:
             Ping: self._ping,
         }
 
-    def greet(self, principal: str) -> None:
+    def greet(self, principal: Principal) -> None:
         """See `Session.greet`."""
         self._principal = principal
 
@@ -93,7 +94,7 @@ class MetaSession:
             request.hashes,
             request.first,
             request.parent,
-            self._principal,
+            self._principal.name,
             _seconds(request.ttl_ms),
         )
         failpoint("meta.reserve.before_answer")

@@ -12,6 +12,7 @@ from kvpool.core.namespace import parse_namespace
 from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
 from kvpool.meta.moving import DrainProgress
 from kvpool.meta.service import MetaService
+from kvpool.ops.identity import principal_of
 from kvpool.transport.wire.messages import Topology, unpack
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
 
@@ -84,7 +85,7 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
             request.hashes,
             request.first,
             request.parent,
-            context.peer(),
+            principal_of(context).name,
             request.ttl_ms / 1000,
         )
         grants = [

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvpool.core.directory import DISK
 from kvpool.core.errors import ProtocolError, UsageError
 from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
+from kvpool.core.principals import Principal
 from kvpool.node.arriving import commit_arrived, named_slots, written_slots
 from kvpool.node.pulling import Pulling
 from kvpool.node.records import Receiving
@@ -64,7 +65,7 @@ class DataSession:
         if self._pulling is not None:
             self._handlers |= self._pulling.handlers
 
-    def greet(self, principal: str) -> None:
+    def greet(self, principal: Principal) -> None:
         """See `Session.greet`; reads and writes are bound by grants and generations, not by names."""
 
     def handle(self, request: Message, payload: Payload) -> Reply:

@@ -76,7 +76,7 @@ def test_a_peer_is_greeted_and_answered(connect, server):
 
     assert [ping(connection) for _ in range(3)] == [1, 1, 1]
     assert connection.welcome == WELCOME_OF_SERVER
-    assert (server.sessions[0].principal, server.connections) == ("me", 1)
+    assert (server.sessions[0].principal.name, server.connections) == ("me", 1)
 
 
 def test_a_session_knows_whether_its_peer_is_on_this_host(connect, server):

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.errors import ProtocolError
+from kvpool.core.principals import Principal
 from kvpool.ops.logging import configure, get_logger
 from kvpool.ops.settings import LogSettings
 from kvpool.transport.ucx.messages import (
@@ -104,7 +105,7 @@ class _Session:
             TransferRequest: self._transfer,
         }
 
-    def greet(self, principal: str) -> None:
+    def greet(self, principal: Principal) -> None:
         """See `Session.greet`."""
 
     def handle(self, request: Message, payload: Payload) -> Reply:

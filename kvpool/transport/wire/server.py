@@ -16,6 +16,7 @@ from typing import Protocol
 
 from kvpool.core.errors import CapacityError, KvpoolError, OverloadedError, ProtocolError
 from kvpool.core.limits import DEADLINE_S_MAX
+from kvpool.core.principals import Principal, anyone
 from kvpool.ops.logging import get_logger
 from kvpool.transport.wire.connection import Buffers, FramedSocket
 from kvpool.transport.wire.frame import Header
@@ -61,7 +62,7 @@ class Reply:
 class Session(Protocol):
     """One connection's side of a service. Its methods run on the connection's thread only."""
 
-    def greet(self, principal: str) -> None:
+    def greet(self, principal: Principal) -> None:
         """The peer says who it is."""
 
     def handle(self, request: Message, payload: "Payload") -> Reply:
@@ -332,7 +333,7 @@ class FramedServer:
     def _answer(self, request: Message, payload: Payload, session: Session) -> Reply:
         if isinstance(request, Hello):
             self._check_version(request)
-            session.greet(request.principal)
+            session.greet(anyone(request.principal))
             return Reply(Welcome(PROTOCOL_VERSION, self._identity.name, self._identity.incarnation))
         try:
             return session.handle(request, payload)
