@@ -30,7 +30,8 @@ ENGINE = {
 SHORT = {"load_timeout_s": 3, "save_timeout_s": 3, "lease_s": 2, "lookup_timeout_s": 0.5}
 """Settings of the connector: faults are noticed soon."""
 
-META = {"node-ttl": "3s", "reservation-ttl": "5s"}
+META = {"node-ttl": "3s", "reservation-ttl": "5s", "lease-max": "3s"}
+"""After a restart the service evicts nothing for as long as leases of its predecessor may run."""
 
 
 @pytest.fixture(scope="session")
@@ -86,15 +87,24 @@ class Cluster:
             assert keyspace.load(bytes.fromhex(key), block).loaded == 1
             return block[0]
 
-    def fill(self, blocks):
-        """Store other blocks until nothing of the engines' is left."""
+    def fill(self):
+        """Store other blocks until none of the engines' is left: for a while after a restart nothing is evicted."""
         with kvpool.connect(self.pool.uri, transports=["shm"]) as client:
             space = kvpool.Namespace(model="filler", block_tokens=BLOCK_TOKENS, block_bytes=BLOCK_BYTES)
             keyspace = client.namespace(space)
             rng = np.random.default_rng()
-            for _ in range(blocks // 16):
-                result = keyspace.store([rng.bytes(32) for _ in range(16)], np.ones((16, BLOCK_BYTES), np.uint8))
-                assert result.stored == 16
+
+            def filled():
+                left = 2 * NODE_BYTES // BLOCK_BYTES
+                while left > 0:
+                    chain = [rng.bytes(32) for _ in range(16)]
+                    stored = keyspace.store(chain, np.ones((16, BLOCK_BYTES), np.uint8)).stored
+                    if not stored:
+                        return False
+                    left -= stored
+                return True
+
+            soon(filled, "the pool takes as many blocks as it has room for")
 
     def heal(self):
         """Every part runs, and both engines use the pool again."""

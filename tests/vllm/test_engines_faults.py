@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
-from tests.vllm.engine_fixtures import BLOCK_BYTES, BLOCK_TOKENS, ENGINE, NODE_BYTES, SHORT
+from tests.vllm.engine_fixtures import BLOCK_TOKENS, ENGINE, NODE_BYTES, SHORT
 from tests.vllm.engines import Engine, soon
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
@@ -164,7 +164,7 @@ def test_blocks_are_evicted_between_look_up_and_load(cluster, saver, loader, pro
         running = loader.start(asked)
         wait_held()
         soon(lambda: cluster.held()[0] == 0, "the lease has run out")
-        cluster.fill(2 * (NODE_BYTES) // BLOCK_BYTES)
+        cluster.fill()
     answer = running.answer()
     check(cluster, loader, asked, answer)
     assert not answer.cached_tokens

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 IDLE_WAIT_S = 0.004
 """How long an idle step waits for a job to end: the most by which it can delay a request that comes meanwhile."""
 
+NICE = 10
+"""Of threads that move blocks. On 2 cores a decode step beside a load took 1.25 times as long without, 1.04 with."""
+
 SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs"})
 """Groups whose every full block is needed, and whose prefix is a hit."""
 
@@ -91,8 +94,8 @@ class PoolWorker:
         self._running: dict[int, LoadJob] = {}
         self._cancelled: set[int] = set()
         self._staging = threading.local()
-        self._loads = ThreadPoolExecutor(config.load_threads, "kvpool-load", initializer=_use_all_cpus)
-        self._saves = ThreadPoolExecutor(config.save_threads, "kvpool-save", initializer=_use_all_cpus)
+        self._loads = ThreadPoolExecutor(config.load_threads, "kvpool-load", initializer=_set_up_thread)
+        self._saves = ThreadPoolExecutor(config.save_threads, "kvpool-save", initializer=_set_up_thread)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's KV cache; what cannot be used is said in `fingerprint`."""
@@ -335,7 +338,13 @@ def _write_wanted(
     return written.committed, written.crowded
 
 
-def _use_all_cpus() -> None:
-    """Undo what the thread inherited: vLLM's CPU back end binds a worker's main thread to one core."""
+def _set_up_thread() -> None:
+    """Let a thread that moves blocks use all cores, but those that compute first.
+
+    vLLM's CPU back end binds a worker's main thread to one core, and threads inherit that. There all cores compute, and
+    a step is as slow as its slowest core; elsewhere cores are free, and being last in line for them costs nothing.
+    """
     with suppress(OSError, AttributeError):
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
