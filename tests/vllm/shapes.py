@@ -14,13 +14,18 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+
+try:
+    from vllm.v1.core import kv_cache_planning
+except ImportError:  # 0.32
+    kv_cache_planning = None
 
 BLOCK = 16
 POOL_CONNECTOR = {"kv_connector": "KVPoolConnector", "kv_connector_module_path": "kvpool_connector.vllm.connector"}
@@ -107,7 +112,12 @@ def make_config(model: Path, shape: Shape) -> VllmConfig:
 def make_kv_configs(config: VllmConfig, shape: Shape) -> tuple[list[KVCacheConfig], KVCacheConfig]:
     """The workers' KV cache configurations, and the scheduler's, by vLLM's own functions."""
     ranks = shape.tensor_ranks
-    worker_configs = get_kv_cache_configs(config, [shape.layer_specs()] * ranks, [1 << 30] * ranks)
+    specs, memory = [shape.layer_specs()] * ranks, [1 << 30] * ranks
+    if kv_cache_planning is None:
+        worker_configs = kv_cache_utils.get_kv_cache_configs(config, specs, memory)
+    else:
+        groups = kv_cache_planning.get_global_kv_cache_groups(config, specs)
+        worker_configs = kv_cache_planning.get_kv_cache_configs(config, specs, memory, groups)
     for kv in worker_configs:
         kv.kv_cache_layout = shape.layout
     scheduler_config = generate_scheduler_kv_cache_config(worker_configs)
