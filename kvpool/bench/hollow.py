@@ -15,7 +15,7 @@ from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, SEGMENT_ID_BYTES
 from kvpool.core.namespace import Namespace
 from kvpool.core.slots import SlotState
 from kvpool.node.control import Control
-from kvpool.node.copier import Copier
+from kvpool.node.copier import Copier, copy_schemes
 from kvpool.node.headers import ROOT_PARENT, HeaderFile, SlotHeaders, make_records
 from kvpool.node.link import MetaLink
 from kvpool.node.namespaces import NamespaceBook
@@ -90,7 +90,7 @@ def serve(uri: str, folder: str, blocks: int, incarnation: int) -> None:
     segment = HollowSegment(bytes(SEGMENT_ID_BYTES), blocks * PAGE_BYTES)
     store = NodeStore(segment, headers, slots, book, link, incarnation)
     restored_s = time.perf_counter() - began_s
-    copier = Copier(store, link, NODE_ID)
+    copier = Copier(store, link, NODE_ID, copy_schemes(ucx=False))
     control = Control(NODE_ID, incarnation, [], store, link, common_pb2.Scrub, copier, lambda: None)
     control.start()
     control.ready.wait()

@@ -32,6 +32,7 @@ def status(settings: Settings, output: Format) -> None:
 
 def _view(pool_status: "PoolStatus") -> RenderableType:
     has_disks = any(segment.medium == DISK for node in pool_status.nodes for segment in node.segments)
+    has_copies = any(node.fetched_bytes for node in pool_status.nodes)
     rows = [
         (
             node.node_id,
@@ -45,11 +46,13 @@ def _view(pool_status: "PoolStatus") -> RenderableType:
             f"{node.transport} ({node.carrier})" if node.carrier else node.transport or "none",
             " ".join(uri for uri in node.endpoints if not uri.startswith("grpc://")),
             *([_disk(node)] if has_disks else []),
+            *([_fetched(node)] if has_copies else []),
         )
         for node in pool_status.nodes
     ]
     headline = f"incarnation {pool_status.incarnation}, namespaces {len(pool_status.namespaces)}"
-    return Group(headline, *_recovery(pool_status), table((*_COLUMNS, *(["disk"] if has_disks else [])), rows))
+    columns = (*_COLUMNS, *(["disk"] if has_disks else []), *(["copied here"] if has_copies else []))
+    return Group(headline, *_recovery(pool_status), table(columns, rows))
 
 
 def _disk(node: "NodeStatus") -> str:
@@ -58,6 +61,11 @@ def _disk(node: "NodeStatus") -> str:
     if disk is None:
         return "none"
     return "off" if disk.off else f"{format_size(disk.used_bytes)} of {format_size(disk.capacity_bytes)}"
+
+
+def _fetched(node: "NodeStatus") -> str:
+    """What it has copied from other nodes, and over what."""
+    return ", ".join(f"{format_size(size)} over {name}" for name, size in sorted(node.fetched_bytes.items())) or "none"
 
 
 def _recovery(pool_status: "PoolStatus") -> list[str]:

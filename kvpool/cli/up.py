@@ -10,8 +10,6 @@ from kvpool.ops.settings import ClientSettings, Settings
 from kvpool.ops.version import __version__
 
 LOOPBACK = "127.0.0.1"
-TRANSPORTS = ("shm", "unix", "tcp")
-"""What its node offers to other processes."""
 
 
 @with_settings(
@@ -22,6 +20,7 @@ TRANSPORTS = ("shm", "unix", "tcp")
     "node.disk",
     "node.disk_size",
     "node.unix_socket",
+    "node.ucx",
     "node.data_port",
     "meta.grpc_port",
     "meta.framed_port",
@@ -43,12 +42,17 @@ def up(settings: Settings, output: Format) -> None:
             "pid": os.getpid(),
             "uri": pool.uri,
             "capacity_bytes": settings.node.size,
-            "transports": TRANSPORTS,
+            "transports": _transports(settings),
         }
         emit(ready, output, _banner(settings, pool.uri))
 
     stack = contextlib.ExitStack()
     serve(lambda: stack.enter_context(pool), announce, stack.close)
+
+
+def _transports(settings: Settings) -> list[str]:
+    """What its node offers to other processes, best first."""
+    return ["shm", *(["ucx"] if settings.node.ucx else []), "unix", "tcp"]
 
 
 def _vllm_config(uri: str) -> str:
@@ -60,7 +64,7 @@ def _banner(settings: Settings, uri: str) -> str:
     rows = {
         "pool": uri,
         "capacity": f"{format_size(settings.node.size)} in {settings.node.segment_dir}",
-        "transports": ", ".join(TRANSPORTS),
+        "transports": ", ".join(_transports(settings)),
         "in Python": f'import kvpool; pool = kvpool.connect("{uri}")',
         "in vLLM": f'vllm serve MODEL --kv-transfer-config "$({_vllm_config(uri)})"',
         "to stop": "Ctrl-C",

@@ -224,6 +224,7 @@ def _node_status(node: common_pb2.Node, transport: str | None, carrier: str) -> 
         carrier=carrier,
         segments=segments,
         scrub=Scrub.of(node.scrub),
+        fetched_bytes=dict(node.fetched_bytes),
     )
 
 

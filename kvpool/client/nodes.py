@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from operator import methodcaller
@@ -15,12 +15,10 @@ from kvpool.client.breaker import Breaker
 from kvpool.core.directory import DISK
 from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
 from kvpool.core.members import MemberState
-from kvpool.transport import Transport, open_best, prepare_transport, scheme_of
+from kvpool.transport import LOCAL_SCHEMES, Transport, Ways
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.wire.messages import NodeInfo, SegmentInfo, Topology
-
-LOCAL_SCHEMES = frozenset({"inproc", "shm", "unix"})
 
 AVOIDED_S = 1.0
 """How long a node that failed a read is the last choice."""
@@ -48,13 +46,8 @@ class Nodes:
     """
 
     def __init__(self, schemes: tuple[str, ...], pool_uri: str, principal: str, streams: int) -> None:
-        for scheme in schemes:
-            scheme_of(f"{scheme}://")
-        with ExitStack() as undo:
-            for scheme in schemes:
-                undo.callback(prepare_transport(scheme, pool_uri))
-            self._prepared = undo.pop_all()
-        self._schemes = schemes
+        self._ways = Ways(schemes)
+        self._ways.prepare(pool_uri)
         self._principal = principal
         self._streams = streams
         self._transports: OpenOnce[int, Transport] = OpenOnce("the client", methodcaller("close"))
@@ -142,7 +135,7 @@ class Nodes:
     def close(self) -> None:
         """Close all transports."""
         self._transports.close()
-        self._prepared.close()
+        self._ways.close()
 
     def _is_local(self, node: NodeInfo) -> bool:
         """Whether the node is reached, or could be, without a network."""
@@ -150,7 +143,7 @@ class Nodes:
         if name is not None:
             return name in LOCAL_SCHEMES
         offered = [uri.partition("://") for uri in node.endpoints]
-        usable = LOCAL_SCHEMES.intersection(self._schemes)
+        usable = LOCAL_SCHEMES.intersection(self._ways.schemes)
         return any(s in usable and (s == "inproc" or Path(where).exists()) for s, _, where in offered)
 
     def _update(self, topology: Topology) -> None:
@@ -177,8 +170,8 @@ class Nodes:
         if not breaker.allows():
             raise UnavailableError(f"node {node.node_id} could not be reached lately")
         try:
-            where = (node.node_id, node.endpoints, self._schemes, self._principal, node.incarnation, self._streams)
-            transport = open_best(*where, deadline)
+            who = (self._principal, node.incarnation, self._streams)
+            transport = self._ways.open(node.node_id, node.endpoints, *who, deadline)
         except DeadlineError:
             raise  # this caller's time was short: that says nothing of the node
         except KvpoolError:

@@ -146,7 +146,8 @@ class NodeStatus:
 
     Capacity, use and blocks are those of its memory; ``segments`` has those of its disk. ``carrier`` is what moves the
     bytes below the transport, where its name does not say so: for ucx the transports and devices that UCX has chosen.
-    ``scrub`` is what the node has checked of its blocks since it started.
+    ``scrub`` is what the node has checked of its blocks since it started, ``fetched_bytes`` what it has copied from
+    other nodes, by transport.
     """
 
     node_id: str
@@ -159,6 +160,7 @@ class NodeStatus:
     segments: tuple[SegmentStatus, ...]
     scrub: Scrub = field(default_factory=Scrub)
     carrier: str = ""
+    fetched_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

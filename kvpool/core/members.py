@@ -77,6 +77,7 @@ class Member:
         state: See `MemberState`.
         numbers: Directory numbers of its segments, in order.
         scrub: As it said last.
+        fetched_bytes: Copied from other nodes, by transport; as it said last.
         drains: Whether it is to take no new blocks.
         quiet: Whether it has said nothing for so long that nothing is placed on it.
         leaves: Whether it may end.
@@ -93,6 +94,7 @@ class Member:
     state: MemberState = MemberState.JOINING
     numbers: list[int] = field(default_factory=list)
     scrub: Scrub = field(default_factory=Scrub)
+    fetched_bytes: dict[str, int] = field(default_factory=dict)
     drains: bool = False
     quiet: bool = False
     leaves: bool = False

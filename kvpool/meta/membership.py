@@ -173,7 +173,7 @@ class _Stream:
         event = request.WhichOneof("event")
         if event == "heartbeat":
             heartbeat = request.heartbeat
-            said = (Scrub.of(heartbeat.scrub), heartbeat.segments)
+            said = (Scrub.of(heartbeat.scrub), heartbeat.segments, heartbeat.fetched_bytes)
             self._service.heard(self._member, heartbeat.orders_applied, *said)
         elif event == "inventory":
             self._take_inventory(request.inventory)

@@ -45,6 +45,8 @@ class MetaStatus:
     """(used bytes, placements) by segment number."""
     scrubs: dict[str, Scrub]
     """By node id."""
+    fetched_bytes: dict[str, dict[str, int]]
+    """Copied from other nodes, by node id and transport."""
     off: dict[str, tuple[MemberSegment, ...]]
     """Segments that failed under their nodes, by node id."""
     recovery: RecoveryStatus

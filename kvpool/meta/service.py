@@ -4,7 +4,7 @@ Every front door (gRPC servicers, framed sessions) calls these methods; nothing 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -231,6 +231,7 @@ class MetaService:
         orders_applied: int,
         scrub: Scrub | None = None,
         segments: Sequence[common_pb2.Segment] = (),
+        fetched_bytes: Mapping[str, int] | None = None,
     ) -> None:
         """A heartbeat, or any other sign of life; ``segments`` are the node's as it sees them now."""
         with self._lock:
@@ -239,6 +240,8 @@ class MetaService:
             self._directory.acknowledge(member.node_id, orders_applied)
             if scrub is not None:
                 member.scrub = scrub
+            if fetched_bytes is not None:
+                member.fetched_bytes = dict(fetched_bytes)
             for segment in self._losses.failing(member, segments):
                 self._members.turned_off(member, segment)
 
@@ -352,6 +355,7 @@ class MetaService:
                 stats=self._directory.stats(),
                 used={s.number: (s.used_bytes, s.blocks) for s in self._directory.segments()},
                 scrubs={member.node_id: member.scrub for member in self._members},
+                fetched_bytes={member.node_id: member.fetched_bytes for member in self._members},
                 off={member.node_id: member.off for member in self._members},
                 recovery=RecoveryStatus.of(self._recovery),
             )

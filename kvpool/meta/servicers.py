@@ -256,6 +256,7 @@ def topology_message(service: MetaService) -> common_pb2.Topology:
                 endpoints=node.endpoints,
                 segments=segments,
                 scrub=common_pb2.Scrub(**dataclasses.asdict(status.scrubs.get(node.node_id, Scrub()))),
+                fetched_bytes=status.fetched_bytes.get(node.node_id),
             )
         )
     return common_pb2.Topology(version=topology.version, nodes=nodes)

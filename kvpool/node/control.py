@@ -87,7 +87,10 @@ class Control:
     def report(self) -> None:
         """Send a heartbeat now: something has changed that should not wait for the next."""
         heartbeat = membership_pb2.Heartbeat(
-            orders_applied=self._orders_applied, scrub=self._scrub(), segments=self.segments()
+            orders_applied=self._orders_applied,
+            scrub=self._scrub(),
+            segments=self.segments(),
+            fetched_bytes=self._copier.fetched_bytes(),
         )
         self._out.put(membership_pb2.FromNode(heartbeat=heartbeat))
 

@@ -10,6 +10,7 @@ another one, since it is bound to the generations here.
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from operator import methodcaller
 from typing import TypeVar
@@ -25,15 +26,16 @@ from kvpool.node.link import MetaLink
 from kvpool.node.records import Receiving
 from kvpool.node.store import NodeStore
 from kvpool.ops.logging import get_logger
-from kvpool.transport import ReadBatch, ReadStatus, Transport, WriteStatus, open_best
+from kvpool.transport import ReadBatch, ReadStatus, Transport, Ways, WriteStatus
 from kvpool.transport.blocks import Blocks
 from kvpool.transport.copying import checksum
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.v1 import membership_pb2
 
-SCHEMES = ("inproc", "shm", "tcp")
 STREAMS = 2
+_SCHEMES = ("inproc", "shm", "ucx", "tcp")
+"""Best first, as for clients."""
 
 FETCH_TIMEOUT_S = 10.0
 """Time for one order; a source that does not answer holds up the orders behind it no longer."""
@@ -49,6 +51,11 @@ Number = TypeVar("Number", np.uint32, np.uint64)
 log = get_logger(__name__)
 
 
+def copy_schemes(*, ucx: bool) -> tuple[str, ...]:
+    """What a node fetches over; ``ucx`` where it serves that itself."""
+    return tuple(scheme for scheme in _SCHEMES if ucx or scheme != "ucx")
+
+
 class Copier:
     """Carries orders out: those that have to do with the node's disk on one lane, all others on another.
 
@@ -56,11 +63,13 @@ class Copier:
         store: Where to, with the disk's beside it.
         link: The metadata service, to give up what cannot be fetched.
         node_id: Who is calling.
+        schemes: Transports to fetch over, best first.
     """
 
-    def __init__(self, store: NodeStore, link: MetaLink, node_id: str) -> None:
+    def __init__(self, store: NodeStore, link: MetaLink, node_id: str, schemes: Sequence[str]) -> None:
         self._store = store
-        self._lanes = [_Lane(store, link, node_id, OWNER + i) for i in range(len(store.tiers))]
+        self._ways = Ways(schemes)
+        self._lanes = [_Lane(store, link, node_id, self._ways, OWNER + i) for i in range(len(store.tiers))]
 
     def put(self, order: membership_pb2.FetchBlocks) -> None:
         """Carry ``order`` out after those before it on its lane."""
@@ -76,16 +85,26 @@ class Copier:
         """Drop what was not begun, and wait for what was."""
         for lane in self._lanes:
             lane.stop()
+        self._ways.close()
+
+    def fetched_bytes(self) -> dict[str, int]:
+        """What was fetched from other nodes and committed, by transport."""
+        total: Counter[str] = Counter()
+        for lane in self._lanes:
+            total.update(dict(list(lane.fetched_bytes.items())))
+        return dict(total)
 
 
 class _Lane:
     """Carries orders out one after the other, on a thread of its own, as the writer ``owner``."""
 
-    def __init__(self, store: NodeStore, link: MetaLink, node_id: str, owner: int) -> None:
+    def __init__(self, store: NodeStore, link: MetaLink, node_id: str, ways: Ways, owner: int) -> None:
+        self.fetched_bytes: Counter[str] = Counter()
         self._store = store
         self._owner = owner
         self._link = link
-        self._principal = f"node:{node_id}"
+        self._node_id = node_id
+        self._ways = ways
         self._orders: queue.SimpleQueue[membership_pb2.FetchBlocks | None] = queue.SimpleQueue()
         self._transports: OpenOnce[int, Transport] = OpenOnce("the node's copier", methodcaller("close"))
         self._stopping = threading.Event()
@@ -144,7 +163,10 @@ class _Lane:
         good = np.array(sound, np.bool_)
         where = (grant.segment_id, grant.reservation, self._owner)
         written = (slots[opened][good], generations[opened][good], np.array(checksums, np.uint64)[good])
-        return store.commit_slots(*where, *written).count(WriteStatus.COMMITTED) if good.any() else 0
+        committed = store.commit_slots(*where, *written).count(WriteStatus.COMMITTED) if good.any() else 0
+        if committed and order.source_node_id != self._node_id:
+            self.fetched_bytes[transport.name] += committed * grant.block_bytes
+        return committed
 
     def _read(
         self,
@@ -181,8 +203,8 @@ class _Lane:
 
     def _transport(self, order: membership_pb2.FetchBlocks, deadline: Deadline) -> Transport:
         def open_source() -> Transport:
-            who = (self._principal, order.source_incarnation, STREAMS)
-            return open_best(order.source_node_id, list(order.source_endpoints), SCHEMES, *who, deadline)
+            where = (order.source_node_id, list(order.source_endpoints))
+            return self._ways.open(*where, f"node:{self._node_id}", order.source_incarnation, STREAMS, deadline)
 
         return self._transports.get(order.source_incarnation, open_source, deadline)
 

@@ -13,7 +13,7 @@ from kvpool.core.errors import UnavailableError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import Slots, SlotState
 from kvpool.node.control import Control
-from kvpool.node.copier import Copier
+from kvpool.node.copier import Copier, copy_schemes
 from kvpool.node.disk import DiskFiles, DiskStore
 from kvpool.node.files import SegmentFiles
 from kvpool.node.headers import HeaderFile
@@ -170,7 +170,7 @@ class NodeServer:
         self._endpoints.append(f"grpc://{host}:{self.grpc_address.rpartition(':')[2]}")
         pace = (settings.scrub_bytes_per_s, settings.scrub_interval_s, self._framed.wait_idle)
         self._scrubbers = [Scrubber(store.checks, *pace) for store in self.store.tiers]
-        copier = Copier(self.store, self._link, settings.node_id)
+        self._copier = copier = Copier(self.store, self._link, settings.node_id, copy_schemes(ucx=settings.ucx))
         undo.callback(copier.stop)
         self._control = Control(
             settings.node_id,
@@ -222,6 +222,7 @@ class NodeServer:
             endpoints=self._endpoints,
             segments=self._control.segments(),
             scrub=self._scrub(),
+            fetched_bytes=self._copier.fetched_bytes(),
         )
 
     def _scrub(self) -> common_pb2.Scrub:

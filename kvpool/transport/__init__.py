@@ -1,17 +1,18 @@
 """How block bytes move between clients and store nodes. One file per transport; `registry` knows them by URI scheme."""
 
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus
-from kvpool.transport.registry import SCHEMES, open_best, open_transport, prepare_transport, scheme_of
+from kvpool.transport.registry import SCHEMES, open_transport, scheme_of
+from kvpool.transport.ways import LOCAL_SCHEMES, Ways
 
 __all__ = [
+    "LOCAL_SCHEMES",
     "SCHEMES",
     "ReadBatch",
     "ReadStatus",
     "Transport",
+    "Ways",
     "WriteBatch",
     "WriteStatus",
-    "open_best",
     "open_transport",
-    "prepare_transport",
     "scheme_of",
 ]

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -83,6 +83,18 @@ class ReadBatch:
     def seeds(self) -> list[int]:
         """Checksum seed of each block."""
         return block_seeds(self.namespace_seed, self.hashes, self.shard, self.generations, self.block_bytes)
+
+    def select(self, blocks: Sequence[int]) -> "ReadBatch":
+        """The same for some of the blocks (indexes, ascending)."""
+        some = np.array(blocks)
+        return replace(
+            self,
+            hashes=select_hashes(self.hashes, blocks),
+            slots=self.slots[some],
+            generations=self.generations[some],
+            checksums=self.checksums[some],
+            destinations=self.destinations.select(blocks),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,11 @@
 """Transports by URI scheme; adding one is one file and one line here. Imports are lazy."""
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from kvpool.core.errors import KvpoolError, SettingsError, UnavailableError
+from kvpool.core.errors import SettingsError
 from kvpool.transport.base import Transport
-from kvpool.transport.deadline import Deadline
-
-CONNECT_TIMEOUT_S = 1.0
-
-log = logging.getLogger("kvpool.transport")
 
 SCHEMES: dict[str, str] = {
     "inproc": "kvpool.transport.inproc:InprocTransport",
@@ -49,40 +43,6 @@ def prepare_transport(scheme: str, pool_uri: str) -> Callable[[], None]:
     """See `Transport.prepare`."""
     let_go: Callable[[], None] = _class_of(scheme).prepare(pool_uri)
     return let_go
-
-
-def open_best(
-    node_id: str,
-    endpoints: Sequence[str],
-    schemes: Sequence[str],
-    principal: str,
-    incarnation: int,
-    streams: int,
-    deadline: Deadline,
-) -> Transport:
-    """The transport to a node by the first of ``schemes`` that reaches it at one of its ``endpoints``.
-
-    Raises:
-        UnavailableError: None does.
-    """
-    offered = [uri for uri in endpoints if uri.partition("://")[0] in SCHEMES]
-    tried: list[str] = []
-    for scheme in schemes:
-        for uri in offered:
-            if not uri.startswith(f"{scheme}://"):
-                continue
-            timeout_s = min(CONNECT_TIMEOUT_S, deadline.left_s())
-            try:
-                transport = open_transport(uri, principal, incarnation, streams, timeout_s)
-            except KvpoolError as error:
-                tried.append(f"{uri}: {error}")
-                continue
-            log.info("node %s is reached over %s (%s)", node_id, transport.name, uri)
-            return transport
-    raise UnavailableError(
-        f"node {node_id} cannot be reached over {', '.join(schemes)}: "
-        f"{'; '.join(tried) or 'it offers ' + ', '.join(offered)}"
-    )
 
 
 def _class_of(scheme: str) -> type[Any]:

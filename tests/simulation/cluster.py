@@ -17,7 +17,7 @@ from kvpool.meta.server import MetaServer
 from kvpool.meta.service import MetaService
 from kvpool.meta.servicers import DirectoryServicer
 from kvpool.node.control import Control
-from kvpool.node.copier import Copier
+from kvpool.node.copier import Copier, copy_schemes
 from kvpool.node.link import MetaLink
 from kvpool.node.server import restore_slots
 from kvpool.node.serving import DataSession
@@ -98,7 +98,7 @@ class Node:
         )
         self.cluster.network.listen(self.name, self.process, _serve_with(server, {}))
         endpoints = [f"shm:///{self.host}/{self.name}", f"tcp://{self.name}:7302"]
-        copier = Copier(store, link, self.name)
+        copier = Copier(store, link, self.name, copy_schemes(ucx=False))
         # Nothing is scrubbed, and no node is let go.
         others = (common_pb2.Scrub, copier, lambda: None)
         self.control = Control(self.name, incarnation, endpoints, store, link, *others)

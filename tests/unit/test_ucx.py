@@ -10,7 +10,7 @@ from kvpool.core.errors import ClosedError, DeadlineError, ProtocolError, Settin
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.node.pulling import Pulling
 from kvpool.transport.deadline import Deadline
-from kvpool.transport.ucx import nixl
+from kvpool.transport.ucx import nixl, said
 from kvpool.transport.ucx.arena import REGION_BYTES, Arena
 from kvpool.transport.ucx.messages import AGENT_BYTES_MAX, PullRequest, RegisterRequest
 from kvpool.transport.ucx.shared import devices_for
@@ -80,7 +80,7 @@ def test_closing_wakes_those_who_wait():
     ],
 )
 def test_what_ucx_moves_data_over_is_read_out_of_its_log(line, carrier):
-    assert nixl.carrier_of(f"[1.0] [vm:1:0]      ucp_worker.c:1997 UCX  INFO    {line}") == carrier
+    assert said.carrier_of(f"[1.0] [vm:1:0]      ucp_worker.c:1997 UCX  INFO    {line}") == carrier
 
 
 @pytest.mark.parametrize(

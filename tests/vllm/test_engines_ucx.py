@@ -10,8 +10,6 @@ from tests.integration.conftest import Pool
 from tests.vllm.engine_fixtures import BLOCK_BYTES, BLOCK_TOKENS, ENGINE, META, SHORT
 from tests.vllm.engines import Engine, soon
 
-pytest.importorskip("nixl_cu12", reason="needs NIXL: pip install --no-deps nixl-cu12")
-
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
 
 LENGTHS = [33, 101, 300, 1_500]

@@ -5,11 +5,9 @@ deadline. So neither an engine nor a node calls it: they ask this process, over 
 holds nothing but the mapping, and ends with its parent.
 """
 
-import ctypes
 import mmap
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.errors import ProtocolError
 from kvpool.core.principals import Principal
-from kvpool.ops.logging import configure, get_logger
+from kvpool.ops.logging import configure
 from kvpool.ops.settings import LogSettings
 from kvpool.transport.ucx.messages import (
     ForgetRequest,
@@ -31,15 +29,18 @@ from kvpool.transport.ucx.messages import (
     TransferReply,
     TransferRequest,
 )
-from kvpool.transport.ucx.nixl import Agent, carrier_of
+from kvpool.transport.ucx.nixl import Agent
+from kvpool.transport.ucx.said import UcxLog, why_useless
 from kvpool.transport.wire.messages import Done, Message, unpack
 from kvpool.transport.wire.server import FramedServer, Identity, Payload, Reply
 
 CONNECTIONS_MAX = 256
 
-READY = b"ready\n"
+READY = b"ready"
+"""What it says once it serves; anything else is why it does not."""
 
-log = get_logger("kvpool.transport.ucx")
+
+Memory = NDArray[np.uint8]
 
 
 class HelperSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,34 +63,6 @@ class HelperSettings(msgspec.Struct, frozen=True, kw_only=True):
     exported_descriptor: int
     size_bytes: int
     devices: str
-
-
-class UcxLog:
-    """What UCX says, in memory: its choices, for `carrier`, and its warnings, for our log.
-
-    UCX opens the file when it is loaded, so this must be there before. It writes nothing on a transfer's way.
-    """
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("ucx-log")
-        self._libc = ctypes.CDLL(None)
-        self._lock = threading.Lock()
-        self._read_bytes = 0
-        self._carrier = ""
-        os.environ.setdefault("UCX_LOG_FILE", f"/proc/self/fd/{self._descriptor}")
-        os.environ.setdefault("UCX_LOG_LEVEL", "info")
-
-    def carrier(self) -> str:
-        """What UCX moves data over, as far as it has said; passes on what else it has said since the last call."""
-        with self._lock:
-            self._libc.fflush(None)
-            text = os.pread(self._descriptor, 1 << 20, self._read_bytes).decode(errors="replace")
-            self._read_bytes += len(text.encode(errors="replace"))
-            for line in text.splitlines():
-                self._carrier = carrier_of(line) or self._carrier
-                if "UCX  WARN" in line or "UCX  ERROR" in line:
-                    log.warning("ucx_says", line=line)
-            return self._carrier
 
 
 class _Session:
@@ -144,19 +117,32 @@ def main() -> None:
     if settings.exported_descriptor != settings.descriptor:
         # Who can read a region over UCX could write it too, but for this.
         exported = _map(settings.exported_descriptor, settings.size_bytes, mmap.PROT_READ)
-    agent = Agent(settings.name, exported, local, settings.devices)
+    agent = _start(settings, exported, local, ucx_log)
     server = FramedServer(
         Identity("ucx", settings.incarnation), lambda _number, _local: _Session(agent, ucx_log), CONNECTIONS_MAX
     )
     server.listen_unix(Path(settings.socket))
     server.start()
-    sys.stdout.buffer.write(READY)
-    sys.stdout.buffer.flush()
+    _tell(READY)
     sys.stdin.buffer.read()
     os._exit(0)  # transfers under way end with the process: nothing they could still do is wanted
 
 
-def _map(descriptor: int, size_bytes: int, protection: int) -> NDArray[np.uint8]:
+def _start(settings: HelperSettings, exported: Memory, local: Memory, ucx_log: UcxLog) -> Agent:
+    """The agent. Where UCX can reach nobody, the parent is told why, and the process ends."""
+    try:
+        return Agent(settings.name, exported, local, settings.devices)
+    except Exception as error:  # noqa: BLE001 - what NIXL raises has no common base
+        _tell(why_useless(ucx_log.read(), str(error), os.environ).encode())
+        sys.exit(1)
+
+
+def _tell(line: bytes) -> None:
+    sys.stdout.buffer.write(line.replace(b"\n", b" ") + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _map(descriptor: int, size_bytes: int, protection: int) -> Memory:
     return np.frombuffer(mmap.mmap(descriptor, size_bytes, prot=protection), np.uint8)
 
 

@@ -1,7 +1,6 @@
 """The one file that touches NIXL: an agent with one registered region, and batched reads from other agents' regions."""
 
 import itertools
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -178,15 +177,6 @@ class Agent:
             # A peer that broke off is forgotten by NIXL itself.
             if type(error).__name__ not in {"nixlNotFoundError", "nixlRemoteDisconnectError"}:
                 raise
-
-
-def carrier_of(log: str) -> str:
-    """What UCX's log says that it moves data over: transport and device of each lane to the latest kind of peer."""
-    lanes = re.findall(r"(?:intra|inter)-node cfg#\d+ (.*)", log)
-    if not lanes:
-        return ""
-    groups = re.findall(r"\b(?:rma|rma_am|am)\(([^)]*)\)", lanes[-1])
-    return " ".join(dict.fromkeys(lane for group in groups for lane in group.split()))
 
 
 def _each_page(firsts: NDArray[np.uint32], pages_each: int) -> NDArray[np.int32]:

@@ -49,6 +49,9 @@ SPAWN_PAUSE_S = 1.0
 GRACE_S = 2.0
 """How long late transfers of a peer that is gone may go on before NIXL is told to drop them."""
 
+WORDS_MAX = 4096
+"""Bytes of what a UCX process says for itself."""
+
 ENDED_S = 3600.0
 """A transfer that nobody waits for ends when UCX gives its peer up, long before this."""
 
@@ -305,9 +308,10 @@ class UcxProcess:
         poll.register(self._child.stdout, select.POLLIN)
         if not poll.poll(deadline.left_s() * 1000):
             raise DeadlineError("the UCX process is still starting")
-        if self._child.stdout.readline() != READY:
+        said = self._child.stdout.readline(WORDS_MAX).strip()
+        if said != READY:
             self._end()
-            raise UnavailableError("the UCX process did not start; its standard error says why")
+            raise UnavailableError(said.decode(errors="replace") or "the UCX process did not start; its log says why")
         pool = ConnectionPool(f"unix://{self._socket()}", f"pid:{os.getpid()}", self._incarnation)
         with pool.connection(deadline.left_s()) as connection:
             self._region = connection.call(RegionRequest(), Region, deadline.left_s())

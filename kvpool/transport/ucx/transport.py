@@ -6,14 +6,16 @@ pull and commit. Acceptance is the checksum over the destination, as everywhere.
 
 import logging
 import os
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError
+from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, UnavailableError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.units import pages_of
-from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Transport, WriteBatch, verdicts
+from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus, verdicts
 from kvpool.transport.copying import load_slots, store_slots
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
@@ -23,6 +25,7 @@ from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.ucx.arena import LEASE_BYTES_MAX, REGION_BYTES, Lease
 from kvpool.transport.ucx.messages import OfferRequest, PullRequest, Region, RegisterRequest
 from kvpool.transport.ucx.process import Peer
+from kvpool.transport.ucx.said import runs_over_tcp
 from kvpool.transport.ucx.shared import devices_for, hold
 from kvpool.transport.wire.connection import Connection, split_address
 from kvpool.transport.wire.messages import NOT_MAPPED, Done, Statuses, pack, unpack
@@ -31,6 +34,12 @@ from kvpool.transport.writing import Prepared, write_prepared
 START_TIMEOUT_S = 10.0
 BLOCK_BYTES_MAX = REGION_BYTES // 4
 """Larger blocks go through frames."""
+
+PAUSE_S = 5.0
+"""How long all goes through frames when UCX does not reach the node; then it is tried again."""
+
+FRAMES = "frames"
+"""What carries the bytes then."""
 
 log = logging.getLogger("kvpool.transport.ucx")
 
@@ -51,6 +60,9 @@ class UcxTransport(Transport):
             self._streams = Streams(streams)
             self._peers: OpenOnce[bytes, tuple[Peer, Region]] = OpenOnce("the transport", self._forget)
             self._on_disk: set[bytes] = set()
+            self._closed = threading.Event()
+            self._paused_until_s = 0.0
+            self._known_life = 0
         except BaseException:
             self._let_go()
             raise
@@ -67,7 +79,7 @@ class UcxTransport(Transport):
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`."""
-        if batch.block_bytes > BLOCK_BYTES_MAX or batch.segment_id in self._on_disk:
+        if batch.block_bytes > BLOCK_BYTES_MAX or batch.segment_id in self._on_disk or self._is_paused():
             return self._framed.read(batch, deadline)
         seeds = batch.seeds()
 
@@ -75,22 +87,28 @@ class UcxTransport(Transport):
             return self._read_part(batch, seeds, first, end, deadline)
 
         try:
-            return bytearray().join(self._streams.split(len(batch.destinations), batch.block_bytes, part))
+            statuses = bytearray().join(self._streams.split(len(batch.destinations), batch.block_bytes, part))
         except OnDiskError:
             self._on_disk.add(batch.segment_id)
             return self._framed.read(batch, deadline)
+        return self._read_rest(batch, statuses, deadline)
 
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
-        if any(batch.block_bytes > BLOCK_BYTES_MAX for batch in batches):
+        large = any(batch.block_bytes > BLOCK_BYTES_MAX for batch in batches)
+        if large or self._is_paused() or not self._is_known(deadline):
             return self._framed.write(batches, deadline)
-        return write_prepared(self._connections, batches, partial(self._write_all, batches, deadline), deadline)
+        statuses = write_prepared(self._connections, batches, partial(self._write_all, batches, deadline), deadline)
+        if any(WriteStatus.FAILED in some for some in statuses):
+            self._known_life = 0  # ask again before the next
+        return statuses
 
     def close(self) -> None:
         """See `Transport.close`."""
+        self._closed.set()
+        self._connections.close()
         self._streams.close()
         self._peers.close()
-        self._connections.close()
         self._framed.close()
         self._let_go()
 
@@ -112,6 +130,47 @@ class UcxTransport(Transport):
             log.info("a read from %s failed: %s", self._connections.uri, error)
             self._peers.drop(batch.segment_id)  # what had arrived is verified; the next read meets the node anew
         return statuses
+
+    def _read_rest(self, batch: ReadBatch, statuses: bytearray, deadline: Deadline) -> bytearray:
+        """Read through frames what UCX did not bring: it may be UCX alone that fails."""
+        failed = [i for i, status in enumerate(statuses) if status == ReadStatus.FAILED]
+        if failed:
+            for i, status in zip(failed, self._framed.read(batch.select(failed), deadline), strict=True):
+                statuses[i] = status
+        return statuses
+
+    def _is_wanted(self, node: Connection) -> bool:
+        """Whether a read under way can still succeed; raises ClosedError after `close`."""
+        if self._closed.is_set():
+            raise ClosedError("the client was closed")
+        return not node.readable(0)
+
+    def _is_paused(self) -> bool:
+        return time.monotonic() < self._paused_until_s
+
+    def _pause(self, error: Exception) -> None:
+        """Leave UCX alone for a while: it does not reach the node, or the node's does not reach this process."""
+        self._paused_until_s = time.monotonic() + PAUSE_S
+        self.carrier, self.fell_back = FRAMES, True
+        log.warning("UCX does not reach %s, frames do for %g s: %s", self._connections.uri, PAUSE_S, error)
+
+    def _is_known(self, deadline: Deadline) -> bool:
+        """Whether the node can read what is laid out here; asked once in each life of the UCX process."""
+        process = self._side.process
+        try:
+            own = process.region(deadline)
+            life = process.starts
+            if self._known_life != life:
+                with self._connections.connection(deadline.left_s()) as connection:
+                    request = RegisterRequest(own.agent, own.address, own.size_bytes)
+                    connection.call(request, Done, deadline.left_s())
+                self._known_life = life
+        except ClosedError:
+            raise
+        except (KvpoolError, OSError) as error:
+            self._pause(error)
+            return False
+        return True
 
     def _read_some(
         self,
@@ -137,7 +196,7 @@ class UcxTransport(Transport):
             release()
             raise
         try:
-            transfer.wait(deadline, lambda: not node.readable(0))
+            transfer.wait(deadline, lambda: self._is_wanted(node))
             found = load_slots(arena.payload, lease.slots, batch.destinations.select(blocks), seeds[some])
         finally:
             transfer.when_ended(release)
@@ -151,10 +210,17 @@ class UcxTransport(Transport):
             region = connection.call(OfferRequest(segment_id), Region, deadline.left_s())
         if region.size_bytes == NOT_MAPPED:
             raise OnDiskError(segment_id.hex())
-        peer = self._side.process.meet(region, deadline)
+        try:
+            peer = self._side.process.meet(region, deadline)
+        except DeadlineError:
+            raise  # this caller's time was short: that says nothing of the node
+        except UnavailableError as error:
+            self._pause(error)
+            raise
+        fell_back_before = self.fell_back
         self.carrier = self._side.process.carrier
-        if not self.fell_back and _fell_back(self.carrier):
-            self.fell_back = True
+        self.fell_back = _fell_back(self.carrier)
+        if self.fell_back and not fell_back_before:
             log.warning("UCX reaches %s over TCP alone (%s)", self._connections.uri, self.carrier)
         else:
             log.info("UCX reaches %s over %s", self._connections.uri, self.carrier or "it does not say what")
@@ -214,4 +280,4 @@ class UcxTransport(Transport):
 def _fell_back(carrier: str) -> bool:
     """Whether UCX moves data over TCP alone, though ``UCX_TLS`` does not ask for TCP."""
     asked = "tcp" in os.environ.get("UCX_TLS", "").split(",")
-    return bool(carrier) and not asked and all(lane.startswith("tcp/") for lane in carrier.split())
+    return not asked and runs_over_tcp(carrier)
