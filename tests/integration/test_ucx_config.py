@@ -1,6 +1,9 @@
 """What UCX is told, and what it does not find: pools work on without it, and say what to change."""
 
+import json
 import socket
+import subprocess
+import sys
 from contextlib import ExitStack
 
 import numpy as np
@@ -91,3 +94,27 @@ def test_a_writer_that_ucx_does_not_reach_uses_frames_and_loses_nothing(ucx_pool
         np.testing.assert_array_equal(blocks, loaded)
         assert (node.transport, node.carrier) == ("ucx", "frames")
         assert client.stats().fallbacks == 1
+
+
+def test_a_pool_of_one_process_serves_ucx_too(place, monkeypatch, rng):
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    chain, blocks, loaded = random_chain(20), random_blocks(rng, 20), blank(20)
+    socket_path = place.segments / "up.sock"
+    options = ["--ucx", "--size=8MiB", f"--unix-socket={socket_path}", "--format=json"]
+    ports = ["--grpc-port=0", "--framed-port=0", "--data-port=0"]
+    command = [sys.executable, "-m", "kvpool.cli.main", "up", *options, *ports]
+    environ = place.environ | {"UCX_TLS": "tcp,self"}
+
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as up:
+        ready = json.loads(up.stdout.readline())
+        with kvpool.connect(ready["uri"], transports=["ucx", "tcp"]) as client:
+            keyspace = open_blocks(client)
+            assert keyspace.store(chain, blocks).stored == 20
+            assert keyspace.load(chain, loaded).loaded == 20
+            assert client.stats().loaded_bytes == {"ucx": blocks.nbytes}
+        up.terminate()
+        assert up.wait() == 0
+
+    assert ready["transports"] == ["shm", "ucx", "unix", "tcp"]
+    np.testing.assert_array_equal(blocks, loaded)
+    place.assert_clean()

@@ -98,7 +98,14 @@ class Space:
             yield
 
     @contextmanager
-    def _filtered(self, sends: str, gets: str = "") -> Iterator[None]:
+    def reached_at(self, *ports: int) -> Iterator[None]:
+        """Connections to other ports of its hang meanwhile: a firewall drops what begins them."""
+        others = f"tcp dport != {{ {', '.join(map(str, ports))} }} " if ports else ""
+        with self._filtered(gets=f"tcp flags & (syn | ack) == syn {others}drop"):
+            yield
+
+    @contextmanager
+    def _filtered(self, sends: str = "", gets: str = "") -> Iterator[None]:
         chains = [
             f"chain {hook} {{ type filter hook {hook} priority 0\n {rule}\n }}"
             for hook, rule in (("output", sends), ("input", gets))

@@ -1,6 +1,8 @@
 """The parts of the ucx transport that need no UCX: memory that is lent, what is read out, what is missing."""
 
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,11 @@ from kvpool.transport.ucx.arena import REGION_BYTES, Arena
 from kvpool.transport.ucx.messages import AGENT_BYTES_MAX, PullRequest, RegisterRequest
 from kvpool.transport.ucx.shared import devices_for
 from kvpool.transport.ucx.transport import _fell_back
+
+SHARED = "sysv/memory cma/memory"
+TWO_DC = "dc_mlx5/mlx5_0:1 dc_mlx5/mlx5_1:1"
+USE = "please use one or more of:"
+CUDA = "cuda_ipc/cuda rc_mlx5/mlx5_3:1"
 
 PAGES = REGION_BYTES // PAGE_BYTES
 
@@ -74,13 +81,66 @@ def test_closing_wakes_those_who_wait():
     ("line", "carrier"),
     [
         ("a intra-node cfg#1 rma_am(tcp/lo)  amo_am(tcp/lo)  am(tcp/lo cma/memory)  ka(tcp/lo)", "tcp/lo cma/memory"),
+        ("a intra-node cfg#1 rma(sysv/memory)  amo(sysv/memory)  am(sysv/memory cma/memory)  ka(tcp/lo)", SHARED),
         ("a inter-node cfg#2 rma(rc_mlx5/mlx5_0:1)  am(rc_mlx5/mlx5_0:1)  ka(ud_mlx5/mlx5_0:1)", "rc_mlx5/mlx5_0:1"),
+        (
+            "a inter-node cfg#2 rma(dc_mlx5/mlx5_0:1 dc_mlx5/mlx5_1:1)  am(dc_mlx5/mlx5_0:1)  ka(ud_mlx5/mlx5_0:1)",
+            TWO_DC,
+        ),
+        (
+            "a inter-node cfg#3 rma_am(ud_verbs/bnxt_re0:1)  am(ud_verbs/bnxt_re0:1)  ka(ud_verbs/x:1)",
+            "ud_verbs/bnxt_re0:1",
+        ),
+        ("a intra-node cfg#4 rma(cuda_ipc/cuda rc_mlx5/mlx5_3:1)  am(rc_mlx5/mlx5_3:1 cuda_ipc/cuda)  ka(x/y)", CUDA),
+        ("a inter-node cfg#5 rma_am(tcp/eth0)  amo_am(tcp/eth0)  device(rc_gda/mlx5_0:1)  am(tcp/eth0)", "tcp/eth0"),
         ("a self cfg#0 rma_am(tcp/lo)  am(tcp/lo)", ""),
         ("UCX  INFO  Version 1.23.0", ""),
     ],
 )
 def test_what_ucx_moves_data_over_is_read_out_of_its_log(line, carrier):
     assert said.carrier_of(f"[1.0] [vm:1:0]      ucp_worker.c:1997 UCX  INFO    {line}") == carrier
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "why"),
+    [
+        (
+            f"UCX  WARN  network devices 'ib8','ib9' are not available, {USE} 'a'(tcp), 'mlx5_0:1'(ib)",
+            {"UCX_NET_DEVICES": "ib8,ib9"},
+            "UCX does not find 'ib8','ib9' of UCX_NET_DEVICES='ib8,ib9'; use one or more of 'a'(tcp), 'mlx5_0:1'(ib)",
+        ),
+        (
+            f"UCX  WARN  transport 'dc_mlx5' is not available, {USE} cma, self, tcp",
+            {"UCX_TLS": "dc_mlx5", "UCX_NET_DEVICES": ""},
+            "UCX does not have 'dc_mlx5' of UCX_TLS='dc_mlx5'; use one or more of cma, self, tcp",
+        ),
+        (
+            "UCX  ERROR   no active messages transport to <no debug data>: self/memory",
+            {},
+            "UCX does not work with what this host has: no active messages transport to <no debug data>: self/memory",
+        ),
+        ("UCX  INFO  Version 1.23.0", {}, "UCX does not work with what this host has: NIXL_ERR_BACKEND"),
+    ],
+)
+def test_why_ucx_does_not_start_names_what_was_asked_for_and_what_there_is(line, environ, why):
+    text = f"[1.0] [vm:1:0]     ucp_context.c:1508 {line}\nUCX  INFO  more\n"
+
+    assert said.why_useless(text, "NIXL_ERR_BACKEND", environ) == why
+
+
+def test_what_ucx_says_is_read_once_and_cut_in_mid_line_as_it_comes(monkeypatch):
+    monkeypatch.delenv("UCX_LOG_FILE", raising=False)
+    monkeypatch.delenv("UCX_LOG_LEVEL", raising=False)
+    ucx_log = said.UcxLog()
+    with Path(os.environ["UCX_LOG_FILE"]).open("ab", buffering=0) as written:
+        written.write(b"x \xff UCX  INFO  a inter-node cfg#2 rma(rc_mlx5/mlx5_0:1)  am(rc_mlx5/mlx5_0:1)\n")
+        assert ucx_log.carrier() == "rc_mlx5/mlx5_0:1"
+        written.write(b"x UCX  INFO  a inter-node cfg#3 rma_am(tcp/e")
+        assert ucx_log.carrier() == "rc_mlx5/mlx5_0:1"
+        written.write(b"th0)  am(tcp/eth0)\n")
+        assert ucx_log.carrier() == "tcp/eth0"
+    assert ucx_log.read() == ""
+    ucx_log.close()
 
 
 @pytest.mark.parametrize(

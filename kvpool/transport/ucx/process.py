@@ -46,6 +46,10 @@ WATCH_S = 0.02
 SPAWN_PAUSE_S = 1.0
 """Least time from one start to the next: one that ends at once must not keep a core busy starting."""
 
+MEET_S = 3.0
+"""How long NIXL may take to connect to a peer. It does nothing else meanwhile, and where a firewall drops what it sends
+that is two minutes: so the process is ended."""
+
 GRACE_S = 2.0
 """How long late transfers of a peer that is gone may go on before NIXL is told to drop them."""
 
@@ -56,6 +60,10 @@ ENDED_S = 3600.0
 """A transfer that nobody waits for ends when UCX gives its peer up, long before this."""
 
 log = logging.getLogger("kvpool.transport.ucx")
+
+
+class StalledError(UnavailableError):
+    """A peer's UCX process does not answer, though its node may."""
 
 
 class Transfer:
@@ -160,13 +168,43 @@ class UcxProcess:
         return self._region
 
     def meet(self, region: Region, deadline: Deadline) -> Peer:
-        """Make another region known, until `forget`; raises UnavailableError when it cannot be reached."""
+        """Make another region known, until `forget`.
+
+        Raises:
+            UnavailableError: It cannot be reached.
+            StalledError: It does not answer in `MEET_S`, or in time.
+        """
         life, pool = self._pool(deadline)
-        with pool.connection(deadline.left_s()) as connection:
-            request = PeerRequest(region.agent, region.address, region.size_bytes)
-            reply = connection.call(request, PeerReply, deadline.left_s())
+        until = Deadline(MEET_S)
+        with ExitStack() as stack:
+            connection = stack.enter_context(pool.connection(deadline.left_s()))
+            connection.post(PeerRequest(region.agent, region.address, region.size_bytes), deadline.left_s())
+            if not connection.readable(min(MEET_S, deadline.left_s())):
+                lent = stack.pop_all()
+                self._wait_aside(lambda: self._meet_late(life, connection, lent, until))
+                raise StalledError("the peer's UCX process does not answer")
+            reply = connection.collect(PeerReply, deadline.left_s())
         self.carrier = reply.carrier or self.carrier
         return Peer(life, reply.number)
+
+    def _meet_late(self, life: int, connection: Connection, lent: ExitStack, until: Deadline) -> None:
+        """Nobody waits for a peer to be met any more: forget it when it has been, or end the process that hangs."""
+        with lent, suppress(KvpoolError):
+            try:
+                while not connection.readable(min(WATCH_S, until.left_s())):
+                    pass
+            except DeadlineError:
+                log.warning("a peer's UCX process does not answer: ours, which hangs over it, is ended")
+                self._end_life(life)
+                return
+            reply = connection.collect(PeerReply, WATCH_S)
+            self._forget(Peer(life, reply.number), WATCH_S)
+
+    def _end_life(self, life: int) -> None:
+        """End the process, if it is still the one of that life; what its transfers lose is read in another way."""
+        with self._lock:
+            if life == self.starts:
+                self._end()
 
     def forget(self, peer: Peer, timeout_s: float = 1.0) -> None:
         """The other end of `meet`. Late transfers of the peer get `GRACE_S` to end: UCX may never notice its death."""
@@ -179,11 +217,8 @@ class UcxProcess:
         self._all_ended(peer)
         self._forget(peer, timeout_s)
         if not self._all_ended(peer):
-            # Nothing else is sure to end them; what other transfers lose are misses.
             log.warning("reads from a peer that has gone do not end: the UCX process is ended for that")
-            with self._lock:
-                if peer.life == self.starts:
-                    self._end()
+            self._end_life(peer.life)
 
     def _all_ended(self, peer: Peer) -> bool:
         """Whether the peer has no late transfers any more; waits for that, for `GRACE_S` at most."""
@@ -204,13 +239,14 @@ class UcxProcess:
         """Begin to read blocks of ``pages_each`` pages from a peer; the caller calls `Transfer.when_ended` in the end.
 
         Raises:
-            UnavailableError: The process was started anew since the peer was met, or the peer is late with others.
+            UnavailableError: The process was started anew since the peer was met.
+            StalledError: The peer is late with others.
         """
         life, pool = self._pool(deadline)
-        if life != peer.life or self._late[peer]:
-            raise UnavailableError(
-                "the peer is not known any more" if life != peer.life else "the peer does not answer"
-            )
+        if life != peer.life:
+            raise UnavailableError("the peer is not known any more")
+        if self._late[peer]:
+            raise StalledError("earlier reads of the peer's memory have not ended")
         request = TransferRequest(peer.number, pages_each, ours.tobytes(), theirs.tobytes())
         with ExitStack() as stack:
             connection = stack.enter_context(pool.connection(deadline.left_s()))

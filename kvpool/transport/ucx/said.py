@@ -80,6 +80,7 @@ class UcxLog:
         with self._lock:
             self._libc.fflush(None)
             raw = os.pread(self._descriptor, _READ_BYTES, self._read_bytes)
+            raw = raw[: raw.rfind(b"\n") + 1]  # the rest of the line may be on its way
             self._read_bytes += len(raw)
             said = raw.decode(errors="replace")
             for line in said.splitlines():
@@ -87,3 +88,7 @@ class UcxLog:
                 if "UCX  WARN" in line or "UCX  ERROR" in line:
                     log.warning("ucx_says", line=line)
             return said
+
+    def close(self) -> None:
+        """Forget what was said."""
+        os.close(self._descriptor)

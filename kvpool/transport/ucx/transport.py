@@ -24,7 +24,7 @@ from kvpool.transport.streams import Streams
 from kvpool.transport.tcp import TcpTransport
 from kvpool.transport.ucx.arena import LEASE_BYTES_MAX, REGION_BYTES, Lease
 from kvpool.transport.ucx.messages import OfferRequest, PullRequest, Region, RegisterRequest
-from kvpool.transport.ucx.process import Peer
+from kvpool.transport.ucx.process import Peer, StalledError
 from kvpool.transport.ucx.said import runs_over_tcp
 from kvpool.transport.ucx.shared import devices_for, hold
 from kvpool.transport.wire.connection import Connection, split_address
@@ -35,8 +35,12 @@ START_TIMEOUT_S = 10.0
 BLOCK_BYTES_MAX = REGION_BYTES // 4
 """Larger blocks go through frames."""
 
-PAUSE_S = 5.0
-"""How long all goes through frames when UCX does not reach the node; then it is tried again."""
+PATIENCE = 0.5
+"""Part of the time left that UCX gets for one transfer; the rest is for frames."""
+
+PAUSE_FIRST_S = 5.0
+PAUSE_MAX_S = 300.0
+"""How long all goes through frames when UCX does not reach the node; then it is tried again. Doubles each time."""
 
 FRAMES = "frames"
 """What carries the bytes then."""
@@ -61,6 +65,7 @@ class UcxTransport(Transport):
             self._peers: OpenOnce[bytes, tuple[Peer, Region]] = OpenOnce("the transport", self._forget)
             self._on_disk: set[bytes] = set()
             self._closed = threading.Event()
+            self._pause_s = PAUSE_FIRST_S
             self._paused_until_s = 0.0
             self._known_life = 0
         except BaseException:
@@ -75,7 +80,8 @@ class UcxTransport(Transport):
 
     def reach(self, segment_id: bytes, deadline: Deadline) -> None:
         """See `Transport.reach`."""
-        self._peer(segment_id, deadline)
+        if not self._is_paused():
+            self._peer(segment_id, deadline)
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`."""
@@ -100,7 +106,7 @@ class UcxTransport(Transport):
             return self._framed.write(batches, deadline)
         statuses = write_prepared(self._connections, batches, partial(self._write_all, batches, deadline), deadline)
         if any(WriteStatus.FAILED in some for some in statuses):
-            self._known_life = 0  # ask again before the next
+            self._pause("a write over UCX failed")
         return statuses
 
     def close(self) -> None:
@@ -128,6 +134,8 @@ class UcxTransport(Transport):
             return statuses.replace(bytes([ReadStatus.FAILED]), bytes([ReadStatus.LATE]))
         except (KvpoolError, OSError) as error:
             log.info("a read from %s failed: %s", self._connections.uri, error)
+            if isinstance(error, StalledError):
+                self._pause(error)
             self._peers.drop(batch.segment_id)  # what had arrived is verified; the next read meets the node anew
         return statuses
 
@@ -148,11 +156,13 @@ class UcxTransport(Transport):
     def _is_paused(self) -> bool:
         return time.monotonic() < self._paused_until_s
 
-    def _pause(self, error: Exception) -> None:
+    def _pause(self, why: object) -> None:
         """Leave UCX alone for a while: it does not reach the node, or the node's does not reach this process."""
-        self._paused_until_s = time.monotonic() + PAUSE_S
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_MAX_S)
+        self._paused_until_s = time.monotonic() + pause_s
+        self._known_life = 0
         self.carrier, self.fell_back = FRAMES, True
-        log.warning("UCX does not reach %s, frames do for %g s: %s", self._connections.uri, PAUSE_S, error)
+        log.warning("%s is left to frames for %g s: %s", self._connections.uri, pause_s, why)
 
     def _is_known(self, deadline: Deadline) -> bool:
         """Whether the node can read what is laid out here; asked once in each life of the UCX process."""
@@ -163,7 +173,7 @@ class UcxTransport(Transport):
             if self._known_life != life:
                 with self._connections.connection(deadline.left_s()) as connection:
                     request = RegisterRequest(own.agent, own.address, own.size_bytes)
-                    connection.call(request, Done, deadline.left_s())
+                    connection.call(request, Done, deadline.part(PATIENCE).left_s())
                 self._known_life = life
         except ClosedError:
             raise
@@ -196,7 +206,11 @@ class UcxTransport(Transport):
             release()
             raise
         try:
-            transfer.wait(deadline, lambda: self._is_wanted(node))
+            try:
+                transfer.wait(deadline.part(PATIENCE), lambda: self._is_wanted(node))
+            except DeadlineError as error:
+                raise StalledError(f"{len(blocks)} blocks did not come in time") from error
+            self._pause_s = PAUSE_FIRST_S
             found = load_slots(arena.payload, lease.slots, batch.destinations.select(blocks), seeds[some])
         finally:
             transfer.when_ended(release)
@@ -211,9 +225,9 @@ class UcxTransport(Transport):
         if region.size_bytes == NOT_MAPPED:
             raise OnDiskError(segment_id.hex())
         try:
-            peer = self._side.process.meet(region, deadline)
+            peer = self._side.process.meet(region, deadline.part(PATIENCE))
         except DeadlineError:
-            raise  # this caller's time was short: that says nothing of the node
+            raise  # the process is still starting: that says nothing of the node
         except UnavailableError as error:
             self._pause(error)
             raise
