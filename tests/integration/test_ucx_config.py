@@ -118,3 +118,41 @@ def test_a_pool_of_one_process_serves_ucx_too(place, monkeypatch, rng):
     assert ready["transports"] == ["shm", "ucx", "unix", "tcp"]
     np.testing.assert_array_equal(blocks, loaded)
     place.assert_clean()
+
+
+REFUSED = """
+import mmap, os, sys, numpy as np
+from kvpool.transport.ucx.nixl import Agent
+descriptor = os.memfd_create("memory")
+os.ftruncate(descriptor, 1 << 20)
+local = np.frombuffer(mmap.mmap(descriptor, 1 << 20), np.uint8)
+exported = np.frombuffer(mmap.mmap(descriptor, 1 << 20, prot=mmap.PROT_READ), np.uint8)
+local[:] = np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8)
+register, said = Agent._register, str
+if sys.argv[1] == "loud":
+    def refuse(agent, memory):
+        if not memory.flags.writeable:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        return register(agent, memory)
+    Agent._register = refuse
+elif sys.argv[1] == "quiet":
+    said = lambda: "ucp_mm.c:82 UCX  DIAG  failed to register address 0x7f0 (host) length 1048576 on md[2]=mlx5_0"
+node = Agent("node", exported, local, "lo", said)
+assert node.region.address == (exported if sys.argv[1] == "taken" else local).ctypes.data
+mine = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
+reader = Agent("reader", mine, mine, "lo")
+reader.read(reader.add_peer(node.region), 256, np.array([0], np.uint32), np.array([0], np.uint32))
+assert np.array_equal(mine, local)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["taken", "loud", "quiet"])
+def test_memory_that_a_device_takes_only_if_it_can_be_written_is_shown_that_way(how, monkeypatch):
+    # No device here refuses any: what NIXL, or UCX's log, would say of one is said in its stead.
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+
+    done = subprocess.run([sys.executable, "-c", REFUSED, how], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert ("registered_writable" in done.stdout + done.stderr) == (how != "taken")

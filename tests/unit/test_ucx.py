@@ -129,8 +129,9 @@ def test_why_ucx_does_not_start_names_what_was_asked_for_and_what_there_is(line,
 
 
 def test_what_ucx_says_is_read_once_and_cut_in_mid_line_as_it_comes(monkeypatch):
-    monkeypatch.delenv("UCX_LOG_FILE", raising=False)
-    monkeypatch.delenv("UCX_LOG_LEVEL", raising=False)
+    for name in ("UCX_LOG_FILE", "UCX_LOG_LEVEL"):
+        monkeypatch.setenv(name, "")  # so that it is as before when the test ends
+        monkeypatch.delenv(name)
     ucx_log = said.UcxLog()
     with Path(os.environ["UCX_LOG_FILE"]).open("ab", buffering=0) as written:
         written.write(b"x \xff UCX  INFO  a inter-node cfg#2 rma(rc_mlx5/mlx5_0:1)  am(rc_mlx5/mlx5_0:1)\n")

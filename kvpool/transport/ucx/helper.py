@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from kvpool.core.errors import ProtocolError
 from kvpool.core.principals import Principal
@@ -29,7 +28,7 @@ from kvpool.transport.ucx.messages import (
     TransferReply,
     TransferRequest,
 )
-from kvpool.transport.ucx.nixl import Agent
+from kvpool.transport.ucx.nixl import Agent, Memory
 from kvpool.transport.ucx.said import UcxLog, why_useless
 from kvpool.transport.wire.messages import Done, Message, unpack
 from kvpool.transport.wire.server import FramedServer, Identity, Payload, Reply
@@ -38,9 +37,6 @@ CONNECTIONS_MAX = 256
 
 READY = b"ready"
 """What it says once it serves; anything else is why it does not."""
-
-
-Memory = NDArray[np.uint8]
 
 
 class HelperSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +127,7 @@ def main() -> None:
 def _start(settings: HelperSettings, exported: Memory, local: Memory, ucx_log: UcxLog) -> Agent:
     """The agent. Where UCX can reach nobody, the parent is told why, and the process ends."""
     try:
-        return Agent(settings.name, exported, local, settings.devices)
+        return Agent(settings.name, exported, local, settings.devices, ucx_log.read)
     except Exception as error:  # noqa: BLE001 - what NIXL raises has no common base
         _tell(why_useless(ucx_log.read(), str(error), os.environ).encode())
         sys.exit(1)

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from kvpool.core.errors import ProtocolError, SettingsError, UnavailableError
 from kvpool.core.limits import PAGE_BYTES
+from kvpool.ops.logging import get_logger
 from kvpool.transport.ucx.messages import Region
+from kvpool.transport.ucx.said import refuses_memory
 
 INSTALL = "pip install 'kvpool[ucx]'"
 
@@ -25,6 +27,10 @@ IDLE_POLL_US = 200_000
 keeps a core busy for ever; that is why the bindings below it are used here."""
 
 WAIT_S_MAX = 0.0005
+
+Memory = NDArray[np.uint8]
+
+log = get_logger("kvpool.transport.ucx")
 
 
 def require_nixl() -> str:
@@ -55,9 +61,17 @@ class Agent:
         exported: What others may read.
         local: The same memory to write into, where ``exported`` may not be written; else the same array.
         devices: Network devices to use, as UCX names them; empty: all. ``UCX_NET_DEVICES`` goes before it.
+        said: What UCX has said since it was last asked; NIXL does not tell all that fails.
     """
 
-    def __init__(self, name: str, exported: NDArray[np.uint8], local: NDArray[np.uint8], devices: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        exported: Memory,
+        local: Memory,
+        devices: str,
+        said: Callable[[], str] = str,
+    ) -> None:
         self._nixl = import_module(f"{require_nixl()}._bindings")
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -66,11 +80,9 @@ class Agent:
         self._agent = self._nixl.nixlAgent(name, config)
         options = {"engine_config": f"NET_DEVICES={devices}"} if devices else {}
         self._backend = self._agent.createBackend("UCX", options)
-        shown = self._register(exported)
-        if local is not exported:
-            self._register(local)
-        agent = bytes(self._agent.getLocalPartialMD(shown, inc_conn_info=True, backends=[self._backend]))
-        self.region = Region(agent, exported.ctypes.data, exported.nbytes)
+        shown, regions = self._register_all(exported, local, said)
+        agent = bytes(self._agent.getLocalPartialMD(regions, inc_conn_info=True, backends=[self._backend]))
+        self.region = Region(agent, shown.ctypes.data, shown.nbytes)
         self._pages = self._prepare(self._nixl.NIXL_INIT_AGENT, local.ctypes.data, local.nbytes)
         self._size_bytes = local.nbytes
         self._lock = threading.Lock()
@@ -153,7 +165,26 @@ class Agent:
         if state != self._nixl.NIXL_SUCCESS:
             raise UnavailableError(f"UCX gave up a read: {state}")
 
-    def _register(self, memory: NDArray[np.uint8]) -> object:
+    def _register_all(self, exported: Memory, local: Memory, said: Callable[[], str]) -> tuple[Memory, object]:
+        """Register both; which of them others may read, and NIXL's list of it.
+
+        Verbs register only memory that may be written (openucx/ucx issue 4924), whatever it is for. Then others are
+        shown ``local``, and could write it if they wanted to.
+        """
+        if exported is local:
+            return local, self._register(local)
+        try:
+            regions = self._register(exported)
+            refused = refuses_memory(said())
+        except Exception:  # noqa: BLE001 - what NIXL raises has no common base
+            refused = True
+        ours = self._register(local)
+        if refused:
+            log.warning("registered_writable", reason="a device takes no memory that may only be read")
+            return local, ours
+        return exported, regions
+
+    def _register(self, memory: Memory) -> object:
         regions = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(memory.ctypes.data, memory.nbytes, 0, "")])
         self._agent.registerMem(regions, [self._backend])
         return regions

@@ -55,6 +55,11 @@ def why_useless(said: str, error: str, environ: Mapping[str, str]) -> str:
     return f"UCX does not work with {values}: {(_ERROR.findall(said) or [error])[-1]}"
 
 
+def refuses_memory(said: str) -> bool:
+    """Whether some device did not take memory that it was given. UCX may go on without that device."""
+    return "failed to register" in said
+
+
 class UcxLog:
     """What UCX says, in memory: its choices, for `carrier`, and its warnings, for our log.
 
