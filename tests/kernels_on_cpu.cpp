@@ -1,4 +1,6 @@
 // kvpool/gpu/kernels.cu for the CPU: its threads one after the other. None waits for another, so any order will do.
+#include <cstring>
+
 #define __global__
 #define __device__
 #define __constant__ static const
@@ -22,9 +24,13 @@ static void launch(u64 grid, u64 threads, Call call) {
 }
 
 extern "C" void run(const char *kernel, char *cache, const u64 *offsets, u64 stride, const u64 *ids, char *packed,
-                    const u64 *seeds, u64 *sums, u64 *accumulators, u64 *checksums, u64 blocks) {
-    auto *move = *kernel == 's' && kernel[1] == 'c' ? scatter : *kernel == 'g' ? gather : sum;
-    launch(3, 64, [&] { move(cache, offsets, stride, ids, packed, seeds, sums, blocks); });
+                    const u64 *places, const u64 *seeds, u64 *sums, u64 *accumulators, u64 *checksums, u64 blocks) {
+    auto *move = !strcmp(kernel, "scatter")  ? scatter
+                 : !strcmp(kernel, "gather") ? gather
+                 : !strcmp(kernel, "pull")   ? pull
+                 : !strcmp(kernel, "push")   ? push
+                                             : sum;
+    launch(3, 64, [&] { move(cache, offsets, stride, ids, packed, places, seeds, sums, blocks); });
     launch((blocks * 8 + 31) / 32, 32, [&] { fold(sums, seeds, accumulators, blocks); });
     launch((blocks + 31) / 32, 32, [&] { merge(accumulators, seeds, checksums, blocks); });
 }

@@ -20,7 +20,8 @@ from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.limits import HASH_BYTES
 from kvpool.core.namespace import Namespace
 from kvpool.node.disk.files import STEM
-from kvpool.node.segment.disk import RUN_BYTES, THREADS, aligned
+from kvpool.node.segment import aligned
+from kvpool.node.segment.disk import RUN_BYTES, THREADS
 
 BLOCK_BYTES = (64 << 10, 1 << 20, 2 << 20)
 TRANSPORTS = ("shm", "tcp")

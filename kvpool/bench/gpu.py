@@ -22,7 +22,7 @@ from kvpool.bench.measure import GB, compare, elapsed_s, percentile, pool_proces
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.limits import HASH_BYTES
 from kvpool.gpu import GpuBlocks, GpuCache, PageRuns, require_gpu
-from kvpool.transport.blocks import Bytes, FarBlocks, Seeds, Stored
+from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks, Seeds, Stored
 
 BLOCKS = 256
 LAYERS = 32
@@ -147,13 +147,17 @@ class _Watched(FarBlocks):
     def select(self, blocks: Sequence[int]) -> "_Watched":
         return _Watched(self._blocks.select(blocks), self._times_s)
 
-    def load(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> list[int]:
+    def load(
+        self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
+    ) -> list[int]:
         self._times_s.append(time.perf_counter())
         checksums = self._blocks.load(memory, starts, seeds, lasting=lasting)
         self._times_s.append(time.perf_counter())
         return checksums
 
-    def begin_store(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> Stored:
+    def begin_store(
+        self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
+    ) -> Stored:
         self._times_s.append(time.perf_counter())
         stored = self._blocks.begin_store(memory, starts, seeds, lasting=lasting)
 
@@ -298,11 +302,11 @@ def _checksums(bench: _Bench) -> Iterator[GpuNoteRow]:
     scratch = cupy.empty(BLOCKS * (sums_bytes(BLOCK_BYTES) + 64), np.uint8)
     accumulators, sums = scratch.data.ptr, scratch.data.ptr + BLOCKS * 64
     for name, work in (
-        ("summed over 512 MiB of pages", lambda: kernels.move("sum", BLOCKS, ids, 0, seeds, sums)),
+        ("summed over 512 MiB of pages", lambda: kernels.move("sum", BLOCKS, ids, 0, 0, seeds, sums)),
         ("folded, however many blocks", lambda: kernels.finish(BLOCKS, sums, seeds, accumulators, found)),
         (
             "summed and scattered, the same",
-            lambda: kernels.move("scatter", BLOCKS, ids, bench.buffer.data.ptr, seeds, sums),
+            lambda: kernels.move("scatter", BLOCKS, ids, bench.buffer.data.ptr, 0, seeds, sums),
         ),
     ):
         times_ms = [on_gpu_ms(cupy, work) for _ in range(bench.rounds + 1)]

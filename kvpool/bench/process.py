@@ -99,11 +99,17 @@ class RoleProcess(ChildProcess):
     """One `kvpool` role in a process of its own; a context manager that leaves no process behind."""
 
     def __init__(
-        self, role: str, options: Mapping[str, object], log: Path, *, environ: Mapping[str, str] | None = None
+        self,
+        role: str,
+        options: Mapping[str, object],
+        log: Path,
+        *,
+        environ: Mapping[str, str] | None = None,
+        module: str = "kvpool.cli.main",
     ) -> None:
         given = {**options, "format": "json"}
         flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
-        command = [sys.executable, "-m", "kvpool.cli.main", role, *flags]
+        command = [sys.executable, "-m", module, role, *flags]
         super().__init__(f"kvpool {role}", command, log, environ=environ)
 
     def ready(self, timeout_s: float = READY_S) -> dict[str, Any]:

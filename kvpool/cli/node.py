@@ -15,6 +15,8 @@ from kvpool.ops.version import __version__
     "node.meta",
     "node.node_id",
     "node.size",
+    "node.vram",
+    "node.device",
     "node.segment_dir",
     "node.hugepages",
     "node.disk",
@@ -51,9 +53,9 @@ def node(settings: Settings, output: Format) -> None:
             "data": f"tcp://{server.data_address}",
             "unix": str(server.unix_path),
             "grpc": f"grpc://{server.grpc_address}",
-            "capacity_bytes": settings.node.size,
+            "capacity_bytes": settings.node.capacity_bytes,
         }
-        name, size = settings.node.node_id, format_size(settings.node.size)
+        name, size = settings.node.node_id, format_size(settings.node.capacity_bytes)
         emit(ready, output, f"kvpool node {__version__} {name} ready: {size}, {ready['data']}, {ready['unix']}")
 
     serve(server.start, announce, server.stop, server.drain)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvpool.core.directory import DISK
 from kvpool.core.limits import HASH_BYTES
 from kvpool.transport import ReadBatch, ReadStatus, Transport
 from kvpool.transport.blocks import Blocks, FarBlocks
@@ -17,7 +16,7 @@ STAGED_BYTES = 64 << 20
 def read_batch(transport: Transport, batch: ReadBatch, medium: str, deadline: Deadline) -> bytearray:
     """`Transport.read`, for any destinations; far ones are verified once more, over what arrived there."""
     far = batch.destinations
-    if not isinstance(far, FarBlocks) or (transport.reaches_far and medium != DISK):
+    if not isinstance(far, FarBlocks) or medium in transport.reaches_far:
         return transport.read(batch, deadline)
     step = max(1, STAGED_BYTES // batch.block_bytes)
     staging = np.empty(min(step, len(far)) * batch.block_bytes, np.uint8)
@@ -39,9 +38,9 @@ def read_batch(transport: Transport, batch: ReadBatch, medium: str, deadline: De
     return statuses
 
 
-def within_reach(sources: Blocks, transport: Transport) -> Blocks:
-    """``sources``, or a copy of them in host memory where ``transport`` cannot reach them."""
-    if not isinstance(sources, FarBlocks) or transport.reaches_far:
+def within_reach(sources: Blocks, transport: Transport, medium: str) -> Blocks:
+    """``sources``, or a copy of them in host memory where ``transport`` cannot move them to that medium."""
+    if not isinstance(sources, FarBlocks) or medium in transport.reaches_far:
         return sources
     count, length = len(sources), sources.block_bytes
     staging = np.empty(count * length, np.uint8)

@@ -12,7 +12,7 @@ from operator import methodcaller
 from pathlib import Path
 
 from kvpool.client.breaker import Breaker
-from kvpool.core.directory import DISK
+from kvpool.core.directory import DISK, FETCHED
 from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
 from kvpool.core.members import MemberState
 from kvpool.transport import LOCAL_SCHEMES, Transport, Ways
@@ -121,7 +121,7 @@ class Nodes:
         """Open the transport to ``node``, and the way to its memory; raises UnavailableError."""
         transport = self.transport(node, deadline, Use.DIAL)
         for segment in node.segments:
-            if segment.medium != DISK:
+            if segment.medium not in FETCHED:
                 transport.reach(segment.segment_id, deadline)
 
     def carriers(self) -> dict[int, str]:

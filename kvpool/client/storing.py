@@ -216,7 +216,7 @@ def _write_segment(
                 block_bytes=namespace.block_bytes,
                 shard=grant.shard,
                 hashes=select_hashes(reservation.hashes, some),
-                sources=within_reach(sources.select(some), transport),
+                sources=within_reach(sources.select(some), transport, segment.medium),
             )
             for grant, some in zip(grants, blocks, strict=True)
         ]

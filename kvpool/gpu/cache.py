@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvpool.core.errors import InvalidBufferError, UnavailableError
 from kvpool.gpu.layout import PageRuns, check_for_gpu
 from kvpool.gpu.need import require_gpu
-from kvpool.transport.blocks import Bytes, FarBlocks, Seeds, Stored
+from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks, Seeds, Stored
 
 
 class GpuCache:
@@ -129,10 +129,14 @@ class GpuBlocks(FarBlocks):
         """See `Blocks.select`."""
         return GpuBlocks(self._cache, self._ids[np.asarray(blocks, np.intp)])
 
-    def load(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> list[int]:
+    def load(
+        self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
+    ) -> list[int]:
         """See `FarBlocks.load`."""
         return self._cache._loads.begin(memory, starts, self._ids, seeds, lasting=lasting)()
 
-    def begin_store(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> Stored:
+    def begin_store(
+        self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
+    ) -> Stored:
         """See `FarBlocks.begin_store`."""
         return self._cache._stores.begin(memory, starts, self._ids, seeds, lasting=lasting)

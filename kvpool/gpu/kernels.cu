@@ -1,4 +1,7 @@
-// Moves blocks between a paged KV cache and contiguous memory, and computes their XXH3-64 on the way.
+// Moves blocks between a paged KV cache and memory where each is in one piece, and computes their XXH3-64 on the way.
+//
+// That memory is a staging buffer of our own, with the blocks side by side; or a store node's, on this GPU or another,
+// where block `b` begins at packed + places[b].
 //
 // Compiled for one layout: PAGE_BYTES is a page's length, a multiple of 16; BLOCK_BYTES is a block's, a multiple of 64
 // and of PAGE_BYTES, above 240. A block is its layers' pages side by side; page `layer` of block `b` begins at
@@ -6,7 +9,7 @@
 //
 // XXH3 of a long input adds products of its words to eight accumulators, and mixes ("scrambles") them after every KiB.
 // Within a KiB the order does not matter, so each is summed by threads of its own while it is moved (`scatter`,
-// `gather`, `sum`: four threads a KiB, each two accumulators). What must be done in order is one addition and one
+// `gather`, `pull`, `push`, `sum`: four threads a KiB, each two accumulators). What must be done in order is one addition and one
 // scramble a KiB, and eight accumulators of all blocks do it side by side (`fold`). `merge` makes the final value.
 //
 // Plain C++ but for the launch: tests compile it for the CPU.
@@ -55,17 +58,29 @@ __device__ inline char *page_at(char *cache, const u64 *offsets, u64 begin, u64 
     return cache + offsets[at / PAGE_BYTES] + begin + at % PAGE_BYTES;
 }
 
-enum Way { SCATTER, GATHER, SUM };
+// Words that may change meanwhile, as a slot may that is given to another block: what is summed must be what is moved,
+// so they are read from memory once, whatever the compiler would like.
+__device__ inline Words read_once(const char *at) {
+#ifdef __CUDA_ARCH__
+    Words words;
+    asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(words.even), "=l"(words.odd) : "l"(at));
+    return words;
+#else
+    return *(const Words *)at;
+#endif
+}
+
+enum Way { SCATTER, GATHER, SUM, PULL, PUSH };
 
 // Move the blocks, and write for each KiB of each block what it adds to the eight accumulators.
 template <Way WAY>
-__device__ inline void move(char *cache, const u64 *offsets, u64 stride, const u64 *ids, char *packed, const u64 *seeds,
-                            u64 *sums, u64 blocks) {
+__device__ inline void move(char *cache, const u64 *offsets, u64 stride, const u64 *ids, char *packed,
+                            const u64 *places, const u64 *seeds, u64 *sums, u64 blocks) {
     const u64 threads = (u64)gridDim.x * blockDim.x, end = blocks * KIBS * 4;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += threads) {
         const u64 part = i % 4, kib = i / 4 % KIBS, block = i / 4 / KIBS;
         const u64 begin = ids[block] * stride, first = kib * KIB + part * PART, seed = seeds[block];
-        char *run = packed + block * BLOCK_BYTES + first;
+        char *run = packed + (WAY == PULL || WAY == PUSH ? places[block] : block * BLOCK_BYTES) + first;
         char *page = page_at(cache, offsets, begin, first);
         u64 even = 0, odd = 0, key = secret(part * 2, seed);
         for (u64 from = 0; from < STRIPES_PER_KIB; from += AT_ONCE) {
@@ -75,14 +90,17 @@ __device__ inline void move(char *cache, const u64 *offsets, u64 stride, const u
                 const u64 ahead = (from + n) * STRIPE, at = first + ahead;
                 if (BLOCK_BYTES % KIB && at >= BLOCK_BYTES) continue;
                 if (PAGE_BYTES % KIB) page = page_at(cache, offsets, begin, at) - ahead;
-                words[n] = *(const Words *)((WAY == SCATTER ? run : page) + ahead);
+                if (WAY == PULL)
+                    words[n] = read_once(run + ahead);
+                else
+                    words[n] = *(const Words *)((WAY == SCATTER ? run : page) + ahead);
             }
 #pragma unroll
             for (u64 n = 0; n < AT_ONCE; n++) {
                 const u64 stripe = from + n, ahead = stripe * STRIPE, at = first + ahead;
                 if (BLOCK_BYTES % KIB && at >= BLOCK_BYTES) continue;
                 if (PAGE_BYTES % KIB) page = page_at(cache, offsets, begin, at) - ahead;
-                if (WAY != SUM) *(Words *)((WAY == SCATTER ? page : run) + ahead) = words[n];
+                if (WAY != SUM) *(Words *)((WAY == SCATTER || WAY == PULL ? page : run) + ahead) = words[n];
                 u64 next = secret(stripe + part * 2 + 1, seed), keys[2] = {key, next};
                 key = next;
                 if (kib * STRIPES_PER_KIB + stripe == STRIPES - 1) {  // the last one's keys are 7 bytes further back
@@ -99,20 +117,32 @@ __device__ inline void move(char *cache, const u64 *offsets, u64 stride, const u
 
 // Contiguous blocks to their pages.
 extern "C" __global__ void scatter(char *cache, const u64 *offsets, u64 stride, const u64 *ids, char *packed,
-                                   const u64 *seeds, u64 *sums, u64 blocks) {
-    move<SCATTER>(cache, offsets, stride, ids, packed, seeds, sums, blocks);
+                                   const u64 *places, const u64 *seeds, u64 *sums, u64 blocks) {
+    move<SCATTER>(cache, offsets, stride, ids, packed, places, seeds, sums, blocks);
 }
 
 // Pages to contiguous blocks.
 extern "C" __global__ void gather(char *cache, const u64 *offsets, u64 stride, const u64 *ids, char *packed,
-                                  const u64 *seeds, u64 *sums, u64 blocks) {
-    move<GATHER>(cache, offsets, stride, ids, packed, seeds, sums, blocks);
+                                  const u64 *places, const u64 *seeds, u64 *sums, u64 blocks) {
+    move<GATHER>(cache, offsets, stride, ids, packed, places, seeds, sums, blocks);
+}
+
+// A store node's slots to their pages.
+extern "C" __global__ void pull(char *cache, const u64 *offsets, u64 stride, const u64 *ids, char *packed,
+                                const u64 *places, const u64 *seeds, u64 *sums, u64 blocks) {
+    move<PULL>(cache, offsets, stride, ids, packed, places, seeds, sums, blocks);
+}
+
+// Pages to a store node's slots.
+extern "C" __global__ void push(char *cache, const u64 *offsets, u64 stride, const u64 *ids, char *packed,
+                                const u64 *places, const u64 *seeds, u64 *sums, u64 blocks) {
+    move<PUSH>(cache, offsets, stride, ids, packed, places, seeds, sums, blocks);
 }
 
 // Only sums: the blocks lie in their pages already.
 extern "C" __global__ void sum(char *cache, const u64 *offsets, u64 stride, const u64 *ids, char *packed,
-                               const u64 *seeds, u64 *sums, u64 blocks) {
-    move<SUM>(cache, offsets, stride, ids, packed, seeds, sums, blocks);
+                               const u64 *places, const u64 *seeds, u64 *sums, u64 blocks) {
+    move<SUM>(cache, offsets, stride, ids, packed, places, seeds, sums, blocks);
 }
 
 // The accumulators of each block, eight threads a block: a chain of additions and scrambles. Sums are read before they

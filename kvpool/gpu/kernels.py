@@ -32,7 +32,7 @@ class Kernels:
         source = files("kvpool.gpu").joinpath("kernels.cu").read_text()
         options = ("-std=c++17", f"-DPAGE_BYTES={runs.size_bytes}ull", f"-DBLOCK_BYTES={runs.block_bytes}ull")
         module = cupy.RawModule(code=source, options=options)
-        self._moves = {name: module.get_function(name) for name in ("scatter", "gather", "sum")}
+        self._moves = {name: module.get_function(name) for name in ("scatter", "gather", "pull", "push", "sum")}
         self._fold = module.get_function("fold")
         self._merge = module.get_function("merge")
         offsets = cupy.asarray(np.array(runs.offsets, np.uint64))
@@ -40,10 +40,13 @@ class Kernels:
         self._work = 4 * -(-runs.block_bytes // 1024)
         self._multiprocessors: int = cupy.cuda.Device().attributes["MultiProcessorCount"]
 
-    def move(self, name: str, blocks: int, ids: int, packed: int, seeds: int, sums: int) -> None:
-        """``scatter``, ``gather`` or ``sum`` blocks; all but the first two arguments are addresses on the GPU."""
+    def move(self, name: str, blocks: int, ids: int, packed: int, places: int, seeds: int, sums: int) -> None:
+        """``scatter``, ``gather``, ``pull``, ``push`` or ``sum`` blocks.
+
+        All but the first two arguments are addresses on the GPU; only ``pull`` and ``push`` look at ``places``.
+        """
         grid = min(self._multiprocessors, -(-blocks * self._work // MOVE_THREADS))
-        where = (*map(np.uint64, (ids, packed, seeds, sums, blocks)),)
+        where = (*map(np.uint64, (ids, packed, places, seeds, sums, blocks)),)
         self._moves[name]((grid,), (MOVE_THREADS,), (*self._cache, *where))
 
     def finish(self, blocks: int, sums: int, seeds: int, accumulators: int, checksums: int) -> None:

@@ -1,16 +1,17 @@
-"""One direction of traffic between host memory and a paged cache: streams, staging, and what checks the bytes.
+"""One direction of traffic between a pool's memory and a paged cache: streams, staging, and what checks the bytes.
 
-Two ways. Pages of 64 KiB and more are loaded by the copy engine, straight from host memory to their places; a kernel
-only reads them, to sum them. Smaller pages, saves, and memory that is not page-locked yet go through a ring of staging
-buffers in GPU memory in large copies, and a kernel moves and sums at once. docs/design/gpu.md has the figures that this
-was chosen by.
+Three ways. A store node's GPU memory is read and written by a kernel, straight from or to the cache's pages, that sums
+what it moves. From host memory, pages of 64 KiB and more are loaded by the copy engine, straight to their places; a
+kernel only reads them, to sum them. Smaller pages, saves, and memory that is not page-locked yet go through a ring of
+staging buffers in GPU memory in large copies, and a kernel moves and sums at once. docs/design/gpu.md has the figures
+that this was chosen by.
 
 Nothing here uses the compute stream or waits on it: callers wait for what computed the pages before they store them.
 """
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from kvpool.gpu.copies import Addresses, Copies, CopyEngine, packed_copies, page
 from kvpool.gpu.kernels import Kernels, sums_bytes
 from kvpool.gpu.layout import PageRuns
 from kvpool.gpu.pinning import PIECE_BYTES, pinned
-from kvpool.transport.blocks import Bytes, Seeds, Stored
+from kvpool.transport.blocks import Bytes, DeviceMemory, Seeds, Stored
 
 log = logging.getLogger("kvpool.gpu")
 
@@ -50,34 +51,36 @@ link needs for them."""
 
 
 class _Call:
-    """What one call needs of its own: ids, seeds and checksums; and when it has ended.
+    """What one call needs of its own: ids, seeds, places and checksums; and when it has ended.
 
     The kernels write the checksums straight into host memory: a copy would queue behind those of the next blocks.
     """
 
     def __init__(self, blocks: int) -> None:
-        self._table = cupy.empty((2, blocks), np.uint64)
-        locked = cupy.cuda.alloc_pinned_memory(3 * blocks * self._table.itemsize)
-        self._host: NDArray[np.uint64] = np.frombuffer(locked, np.uint64, 3 * blocks).reshape(3, blocks)
+        self._table = cupy.empty((3, blocks), np.uint64)
+        locked = cupy.cuda.alloc_pinned_memory(4 * blocks * self._table.itemsize)
+        self._host: NDArray[np.uint64] = np.frombuffer(locked, np.uint64, 4 * blocks).reshape(4, blocks)
         self.ids: int = self._table.data.ptr
         self.seeds = self.ids + blocks * self._table.itemsize
-        self.found: int = self._host[2].ctypes.data
+        self.places = self.seeds + blocks * self._table.itemsize
+        self.found: int = self._host[3].ctypes.data
         self.count = 0
         self.copied: Any = None
         self.ended: Any = None
-        self._unsent: tuple[Addresses, Seeds] | None = None
+        self._unsent: tuple[Addresses, Addresses, Seeds] | None = None
 
-    def take(self, ids: Addresses, seeds: Seeds) -> None:
-        """Begin with these blocks."""
+    def take(self, ids: Addresses, starts: Addresses, seeds: Seeds) -> None:
+        """Begin with these blocks, which begin at ``starts`` in the pool's memory."""
         self.count = len(ids)
-        self._unsent = ids, seeds
+        self._unsent = ids, starts, seeds
 
     def send(self, stream: int) -> None:
-        """Ids and seeds to the GPU, unless they are there."""
+        """Ids, seeds and places to the GPU, unless they are there."""
         if self._unsent is not None:
-            ids, seeds = self._unsent
+            ids, starts, seeds = self._unsent
             self._host[0, : self.count] = ids
             self._host[1, : self.count] = seeds()
+            self._host[2, : self.count] = starts
             cupy.cuda.runtime.memcpyAsync(self.ids, self._host.ctypes.data, self._table.nbytes, TO_GPU, stream)
             self._unsent = None
 
@@ -85,7 +88,7 @@ class _Call:
         """The checksums, once all has been moved and checked: sleeps while it is moved, then looks for the end."""
         self.copied.synchronize()
         self.ended.synchronize()
-        found: list[int] = self._host[2, : self.count].tolist()
+        found: list[int] = self._host[3, : self.count].tolist()
         return found
 
 
@@ -125,11 +128,13 @@ class Lane:
         self._calls = [_Call(self._call_blocks)]
         cupy.cuda.get_current_stream().synchronize()  # CuPy may still be using what it gave out
 
-    def begin(self, memory: Bytes, starts: Addresses, ids: Addresses, seeds: Seeds, *, lasting: bool) -> Stored:
-        """Begin to move blocks ``ids`` from or to ``starts`` in host memory.
+    def begin(
+        self, memory: Bytes | DeviceMemory, starts: Addresses, ids: Addresses, seeds: Seeds, *, lasting: bool
+    ) -> Stored:
+        """Begin to move blocks ``ids`` from or to ``starts`` in the pool's memory.
 
         Args:
-            memory: Host memory.
+            memory: Host memory, or a store node's on a GPU.
             starts: Byte offsets into it.
             ids: Blocks of the cache, all different.
             seeds: Gives the seeds of the checksums; called when copies are under way.
@@ -142,22 +147,28 @@ class Lane:
             UnavailableError: The GPU refuses; what was to be written is not known then, but no more is. The call that
                 waits may raise it too.
         """
-        host = starts + np.uint64(memory.ctypes.data)
-        mapping = pinned(memory, self._device) if lasting else None
-        direct = self._engine is not None and mapping is not None and mapping.complete
+        move = self._mover(memory, lasting=lasting)
         begun: list[_Call] = []
         with self._lock, self._errors():
             for blocks in _spans(len(ids), self._call_blocks):
                 some = slice(blocks.start, blocks.stop)
                 call = self._calls.pop() if self._calls else _Call(self._call_blocks)
                 begun.append(call)
-                call.take(ids[some], partial(_some_of, seeds, some))
-                move = self._by_engine if direct else self._by_kernel
-                move(call, host[some], ids[some], mapping.origin if mapping is not None else 0)
+                call.take(ids[some], starts[some], partial(_some_of, seeds, some))
+                move(call, starts[some], ids[some])
                 self._check(call)
         return partial(self._end, begun, memory)
 
-    def _end(self, begun: list[_Call], memory: Bytes) -> list[int]:
+    def _mover(self, memory: Bytes | DeviceMemory, *, lasting: bool) -> Callable[[_Call, Addresses, Addresses], None]:
+        """What moves blocks between ``memory`` and the cache."""
+        if isinstance(memory, DeviceMemory):
+            return partial(self._by_reach, memory.address(self._device))
+        mapping = pinned(memory, self._device) if lasting else None
+        direct = self._engine is not None and mapping is not None and mapping.complete
+        where = memory.ctypes.data, mapping.origin if mapping is not None else 0
+        return partial(self._by_engine if direct else self._by_kernel, *where)
+
+    def _end(self, begun: list[_Call], memory: Bytes | DeviceMemory) -> list[int]:
         with self._errors():
             checksums = [checksum for call in begun for checksum in call.checksums()]
         self._calls += begun
@@ -187,8 +198,13 @@ class Lane:
             self._kernels.finish(call.count, self._sums.data.ptr, call.seeds, self._accumulators.data.ptr, call.found)
         call.ended = _mark(self._working)
 
-    def _by_engine(self, call: _Call, host: Addresses, ids: Addresses, origin: int) -> None:
+    def _by_reach(self, base: int, call: _Call, starts: Addresses, ids: Addresses) -> None:
+        del starts  # the call has them
+        self._move("pull" if self._way == TO_GPU else "push", call, range(len(ids)), base)
+
+    def _by_engine(self, base: int, origin: int, call: _Call, starts: Addresses, ids: Addresses) -> None:
         assert self._engine is not None
+        host = starts + np.uint64(base)
         pages = len(self._runs.offsets)
         for checked in _spans(len(ids), self._check_blocks):
             some = slice(checked.start, checked.stop)
@@ -199,7 +215,8 @@ class Lane:
             self._working.wait_event(_mark(self._copying))
             self._move("sum", call, checked, 0)
 
-    def _by_kernel(self, call: _Call, host: Addresses, ids: Addresses, origin: int) -> None:
+    def _by_kernel(self, base: int, origin: int, call: _Call, starts: Addresses, ids: Addresses) -> None:
+        host = starts + np.uint64(base)
         for part in _spans(len(ids), self._part_blocks):
             buffer, self._parts = self._parts % RING, self._parts + 1
             at = self._staging.data.ptr + buffer * self._part_blocks * self._runs.block_bytes
@@ -222,8 +239,8 @@ class Lane:
         sums = self._sums.data.ptr + blocks.start * sums_bytes(self._runs.block_bytes)
         call.send(self._working.ptr)
         with self._working:
-            ids, seeds = (rows + 8 * blocks.start for rows in (call.ids, call.seeds))
-            self._kernels.move(kernel, len(blocks), ids, packed, seeds, sums)
+            ids, seeds, places = (rows + 8 * blocks.start for rows in (call.ids, call.seeds, call.places))
+            self._kernels.move(kernel, len(blocks), ids, packed, places, seeds, sums)
 
     def _copy(self, copies: Copies) -> None:
         for host, device, size_bytes in zip(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from kvpool.core.directory import DISK
+from kvpool.core.directory import FETCHED
 from kvpool.core.limits import HASH_BYTES, PAGE_BYTES
 from kvpool.core.slots import Slot, Slots
 from kvpool.node.directory_link import DirectoryLink
@@ -80,7 +80,7 @@ class Checks:
     ) -> None:
         self.pages = segment.size_bytes // PAGE_BYTES
         self._segment = segment
-        self._on_disk = segment.medium == DISK
+        self._fetched = segment.medium in FETCHED
         self._headers = headers
         self._slots = slots
         self._lock = lock
@@ -168,7 +168,7 @@ class Checks:
             slot = self._slots.pin(page, generation) or self._slots.pin_resting(page, generation)
             if slot is None:
                 return None
-            view = None if self._on_disk else self._segment.view(page, slot.length)
+            view = None if self._fetched else self._segment.view(page, slot.length)
             if view is not None and len(view) < slot.length:  # the node is stopping, and has let go of its memory
                 self._slots.unpin(slot)
                 return None

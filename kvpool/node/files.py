@@ -11,10 +11,11 @@ from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES, SEGMENT_ID_BYTES
 from kvpool.node.headers import HeaderFile, header_file_bytes, stored_segment_id
 from kvpool.node.private_file import open_private
-from kvpool.node.segment import Segment
+from kvpool.node.segment import Segment, VramSegment
 from kvpool.node.segment.shm import NO_ROOM, HugePages, ShmSegment, check_room
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import node_lock
+from kvpool.transport.devices import allocate
 
 S = TypeVar("S", bound=Segment)
 H = TypeVar("H", bound=HeaderFile)
@@ -89,6 +90,28 @@ class SegmentFiles(StoredFiles):
     def __init__(self, directory: Path, node_id: str) -> None:
         super().__init__(directory, f"kvpool-{node_id}", node_lock(directory, node_id))
         self._take(f"another node {node_id!r} uses {self.payload}; stop it, or give this one another --node-id")
+
+    def open_device(self, size_bytes: int, device: str) -> tuple[VramSegment, HeaderFile]:
+        """A segment in a device's memory, and its headers: empty, since that memory went with the last run.
+
+        Raises:
+            CapacityError: Memory that cannot be had; nothing new is left behind.
+            SettingsError: No such kind of device.
+            UnavailableError: What the device needs is missing.
+        """
+        pages = size_bytes // PAGE_BYTES
+        memory = allocate(device, pages * PAGE_BYTES)
+        if self.headers.exists():
+            log.warning("blocks_lost", node_files=str(self.headers), reason="GPU memory does not outlive its process")
+        self.fresh = True
+        with ExitStack() as undo:
+            undo.callback(memory.close)
+            self.remove()
+            undo.callback(self.remove)
+            segment = VramSegment(os.urandom(SEGMENT_ID_BYTES), pages * PAGE_BYTES, memory)
+            headers = HeaderFile(self.headers, segment.segment_id, pages)
+            undo.pop_all()
+        return segment, headers
 
     def open(self, size_bytes: int, hugepages: HugePages) -> tuple[ShmSegment, HeaderFile]:
         """Segment and headers: those of the last run when they fit ``size_bytes``, else empty ones.

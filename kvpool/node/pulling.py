@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.core.directory import DISK
+from kvpool.core.directory import FETCHED
 from kvpool.core.errors import CapacityError, KvpoolError, ProtocolError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.node.arriving import commit_arrived, written_slots
@@ -72,7 +72,7 @@ class Pulling:
             self._writer = None
 
     def _offer(self, request: OfferRequest, payload: Payload) -> Reply:
-        if self._store.of(request.segment_id).segment.medium == DISK:
+        if self._store.of(request.segment_id).segment.medium in FETCHED:
             return Reply(Region(b"", 0, NOT_MAPPED))
         return Reply(self._process.region(Deadline(payload.timeout_s)))
 

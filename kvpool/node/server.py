@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -15,12 +16,14 @@ from kvpool.core.slots import Slots, SlotState
 from kvpool.node.control import Control
 from kvpool.node.copier import Copier, copy_schemes
 from kvpool.node.disk import DiskFiles, DiskStore
+from kvpool.node.fetching import FetchingStore
 from kvpool.node.files import SegmentFiles
 from kvpool.node.headers import HeaderFile
 from kvpool.node.link import MetaLink
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.pulling import serve_segment
 from kvpool.node.scrub import Scrubber, whole_progress
+from kvpool.node.segment import Segment
 from kvpool.node.servicer import StoreNodeServicer
 from kvpool.node.serving import DataSession
 from kvpool.node.store import NodeStore
@@ -62,7 +65,7 @@ class NodeServer:
         self.data_address = ""
         self.grpc_address = ""
         self.unix_path: Path = settings.unix_socket
-        self.capacity_bytes = settings.size
+        self.capacity_bytes = settings.capacity_bytes
         self.store: NodeStore
         self._incarnation = int.from_bytes(os.urandom(8), "little") >> 1
         self._endpoints: list[str] = []
@@ -103,18 +106,28 @@ class NodeServer:
     def _open_store(self, undo: ExitStack) -> None:
         settings = self.settings
         files = SegmentFiles(settings.segment_dir, settings.node_id)
-        # A node that never started leaves nothing that was not there before.
-        undo.callback(lambda: files.close(keep=settings.keep_segment and (self._started or not files.fresh)))
-        segment, headers = files.open(settings.size, settings.hugepages)
+        # A node that never started leaves nothing that was not there before; a GPU's memory is never found again.
+
+        def lasts() -> bool:
+            return self._started and not settings.vram
+
+        undo.callback(lambda: files.close(keep=settings.keep_segment and (lasts() or not files.fresh)))
+        segment: Segment
+        make_store: Callable[..., NodeStore]
+        if settings.vram:
+            vram, headers = files.open_device(settings.vram, settings.device)
+            segment, make_store = vram, partial(FetchingStore, vram)
+        else:
+            shm, headers = files.open(settings.size, settings.hugepages)
+            segment, make_store = shm, partial(NodeStore, shm)
         undo.callback(segment.close)
         undo.callback(headers.close)
         link = MetaLink(settings.meta.removeprefix("grpc://"), settings.node_id)
         undo.callback(link.close)
         self._link = link
         slots = restore_slots(headers, segment.size_bytes // PAGE_BYTES, settings.quarantine_s)
-        self.store = NodeStore(
-            segment, headers, slots, NamespaceBook(files.namespaces, link.describe), link, self._incarnation
-        )
+        book = NamespaceBook(files.namespaces, link.describe)
+        self.store = make_store(headers, slots, book, link, self._incarnation)
         if settings.disk is not None:
             self._open_disk(undo, settings.disk, settings.disk_size)
 
@@ -150,9 +163,11 @@ class NodeServer:
         self.data_address = tcp_uri.removeprefix("tcp://")
         if settings.advertise_host is not None:
             tcp_uri = f"tcp://{settings.advertise_host}:{tcp_uri.rpartition(':')[2]}"
-        inproc_uri = inproc.register(f"{settings.node_id}-{self._incarnation:x}", self.store)
-        shm_uri = unix_uri.replace("unix://", "shm://")
-        self._endpoints = [inproc_uri, shm_uri, unix_uri, tcp_uri]
+        if settings.vram:
+            nearest = unix_uri.replace("unix://", "cuda://")
+        else:
+            nearest = inproc.register(f"{settings.node_id}-{self._incarnation:x}", self.store)
+        self._endpoints = [nearest, unix_uri.replace("unix://", "shm://"), unix_uri, tcp_uri]
         if ucx is not None:
             self._endpoints.append(tcp_uri.replace("tcp://", "ucx://"))
 
@@ -182,8 +197,9 @@ class NodeServer:
             copier,
             self._on_leave,
         )
-        if self.store.disk is not None:
-            self.store.disk.on_off = self._control.report
+        for store in self.store.tiers:
+            if isinstance(store, FetchingStore):
+                store.on_off = self._control.report
         undo.callback(self._control.stop)
         for scrubber in self._scrubbers:
             undo.callback(scrubber.stop)

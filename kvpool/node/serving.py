@@ -7,16 +7,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.core.directory import DISK
+from kvpool.core.directory import FETCHED
 from kvpool.core.errors import ProtocolError, UsageError
 from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
 from kvpool.core.principals import Principal
 from kvpool.node.arriving import commit_arrived, named_slots, written_slots
 from kvpool.node.pulling import Pulling
 from kvpool.node.records import Receiving
+from kvpool.node.segment import VramSegment
 from kvpool.node.store import NodeStore
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport.copying import checksum
+from kvpool.transport.cuda import MapReply, MapRequest
+from kvpool.transport.devices import parse_device
 from kvpool.transport.ucx.process import UcxProcess
 from kvpool.transport.wire.messages import (
     NOT_MAPPED,
@@ -59,6 +62,7 @@ class DataSession:
             CommitSlotsRequest: self._commit_slots,
             DiscardRequest: self._discard,
             AttachRequest: self._attach,
+            MapRequest: self._map,
             Ping: self._ping,
         }
         self._pulling = None if ucx is None else Pulling(store, ucx, owner)
@@ -142,11 +146,20 @@ class DataSession:
 
     def _attach(self, request: AttachRequest, payload: Payload) -> Reply:
         segment = self._store.of(request.segment_id).segment
-        if segment.medium == DISK:
+        if segment.medium in FETCHED:
             return Reply(AttachReply(NOT_MAPPED))
         if not self._local:
             raise UsageError("shared memory can be attached over the node's Unix socket only")
         return Reply(AttachReply(segment.size_bytes), descriptors=segment.descriptors())
+
+    def _map(self, request: MapRequest, payload: Payload) -> Reply:
+        segment = self._store.segment
+        if not isinstance(segment, VramSegment):
+            raise UsageError("this node has no GPU memory to map; use shm")
+        if not self._local:
+            raise UsageError("GPU memory can be mapped over the node's Unix socket only")
+        kind, _ = parse_device(segment.memory.name)
+        return Reply(MapReply(segment.segment_id, kind, segment.memory.handle, segment.size_bytes))
 
     def _ping(self, request: Ping, payload: Payload) -> Reply:
         return Reply(Done(0))

@@ -100,6 +100,7 @@ def _is_loopback(host: str) -> bool:
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Size = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_whole_pages)]
+VramSize = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_no_or_whole_pages)]
 DiskSize = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_no_or_whole_pages)]
 Pace = Annotated[int, Field(ge=0), BeforeValidator(parse_size, str | int)]
 Duration = Annotated[float, Field(gt=0), BeforeValidator(parse_duration, str | float)]
@@ -216,6 +217,12 @@ class NodeSettings(_ServerSettings):
     size: Size = 1 << 30
     """Capacity of the segment, rounded down to whole pages."""
 
+    vram: VramSize = 0
+    """Hold the blocks in so much memory of a GPU, in place of shared memory (size); 0: in shared memory."""
+
+    device: Annotated[str, Field(pattern=r"^[a-z]+:[0-9]{1,3}$")] = "cuda:0"
+    """The GPU whose memory vram takes, as this process numbers them."""
+
     segment_dir: Path = Path("/dev/shm")  # noqa: S108 - where shared memory lives
     """Directory of the segment file; memory-backed, or it is no shared memory."""
 
@@ -260,6 +267,18 @@ class NodeSettings(_ServerSettings):
 
     drain_timeout_s: Duration = 30.0
     """Time that transfers under way get to end when the node is asked to stop."""
+
+    @field_validator("ucx")
+    @classmethod
+    def _without_vram(cls, ucx: bool, info: ValidationInfo) -> bool:
+        if ucx and info.data.get("vram"):
+            raise ValueError("GPU memory is not served over ucx; leave ucx out, or vram")
+        return ucx
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the node's memory, be it shared or a GPU's."""
+        return self.vram or self.size
 
     @field_validator("disk_size")
     @classmethod

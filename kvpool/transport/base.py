@@ -15,7 +15,7 @@ from kvpool.transport.deadline import Deadline
 
 
 class OnDiskError(Exception):
-    """The segment is not memory, so it can be neither mapped nor read one-sided: the node reads it for us."""
+    """The segment is not host memory, so it can be neither mapped nor read one-sided: the node reads it for us."""
 
 
 class ReadStatus(IntEnum):
@@ -138,8 +138,8 @@ class Transport(ABC):
     name: str
     """Its scheme, as counters and logs show it."""
 
-    reaches_far = False
-    """Whether it moves `FarBlocks`; others are given host memory, and what is read there is loaded on by the client."""
+    reaches_far: frozenset[str] = frozenset()
+    """Media that it moves `FarBlocks` from and to; for others it gets host memory, and the client loads on from that."""
 
     carrier: str = ""
     """What moves the bytes below it, where the scheme does not say so: transport and device, once they are known."""

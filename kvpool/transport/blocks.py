@@ -63,6 +63,21 @@ class Blocks:
         return Blocks(self.block_bytes, whole=self.whole[first * self.block_bytes : (last + 1) * self.block_bytes])
 
 
+class DeviceMemory(ABC):
+    """A segment in memory of a device, as this process has it mapped: only `FarBlocks` are moved from and to it.
+
+    It stays mapped for as long as anybody holds this object.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Its bytes."""
+
+    @abstractmethod
+    def address(self, device: int) -> int:
+        """Where it begins for the device ``device``; raises UnavailableError when that cannot reach it."""
+
+
 class FarBlocks(Blocks, ABC):
     """Memory of blocks that the processor cannot reach, such as a GPU's: it moves its own bytes, and checks them.
 
@@ -83,11 +98,13 @@ class FarBlocks(Blocks, ABC):
         raise TypeError(f"block {block} is not in host memory")
 
     @abstractmethod
-    def load(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> list[int]:
+    def load(
+        self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
+    ) -> list[int]:
         """Copy the blocks that begin at ``starts`` in ``memory`` here; the checksum of each over what arrived.
 
         Args:
-            memory: Host memory, in which the blocks lie.
+            memory: Host memory, or a device's, in which the blocks lie.
             starts: Byte offsets.
             seeds: Gives the seeds of the checksums; called when copies are under way.
             lasting: Whether ``memory`` is a mapping that will be used again, and so worth preparing.
@@ -97,7 +114,9 @@ class FarBlocks(Blocks, ABC):
         """
 
     @abstractmethod
-    def begin_store(self, memory: Bytes, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool) -> Stored:
+    def begin_store(
+        self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
+    ) -> Stored:
         """Begin to copy these blocks to ``starts`` in ``memory``; as `load` else.
 
         What is returned must be called before ``memory`` is used or given back: it waits for the copies, and answers

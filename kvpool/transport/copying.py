@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.ops.failpoints import failpoint
-from kvpool.transport.blocks import Blocks, Bytes, FarBlocks, Pieces, Stored
+from kvpool.transport.blocks import Blocks, Bytes, DeviceMemory, FarBlocks, Pieces, Stored
 
 GROUP_BYTES = 1 << 20
 """Neighbouring small blocks are copied together up to this, then hashed one by one: a copy gets faster up to 1 MiB."""
@@ -53,10 +53,13 @@ def store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds
     return checksums
 
 
-def begin_store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds: list[int]) -> Stored:
+def begin_store_slots(
+    payload: Bytes | DeviceMemory, slots: NDArray[np.uint32], blocks: Blocks, seeds: list[int]
+) -> Stored:
     """`store_slots`, but blocks in far memory are only begun; what is returned answers the checksums."""
     if isinstance(blocks, FarBlocks):
         return blocks.begin_store(payload, starts_of(slots), lambda: seeds, lasting=True)
+    assert not isinstance(payload, DeviceMemory), "only far blocks are moved to a device"
     checksums = store_slots(payload, slots, blocks, seeds)
     return lambda: checksums
 
@@ -66,7 +69,7 @@ def starts_of(slots: NDArray[np.uint32]) -> NDArray[np.uint64]:
     return slots.astype(np.uint64) * np.uint64(PAGE_BYTES)
 
 
-def fits(payload: Bytes, slots: NDArray[np.uint32], length: int) -> bool:
+def fits(payload: Bytes | DeviceMemory, slots: NDArray[np.uint32], length: int) -> bool:
     """Whether blocks of ``length`` bytes in these slots lie within ``payload``."""
     return not len(slots) or int(slots.max()) * PAGE_BYTES + length <= len(payload)
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.core.directory import SHM
 from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus
@@ -84,7 +85,7 @@ class InprocTransport(Transport):
     """A node in this very process."""
 
     name = "inproc"
-    reaches_far = True
+    reaches_far = frozenset({SHM})
 
     def __init__(self, uri: str, _principal: str, incarnation: int, streams: int, _timeout_s: float) -> None:
         store = _stores.get(uri.partition("://")[2])

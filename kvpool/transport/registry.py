@@ -9,6 +9,7 @@ from kvpool.transport.base import Transport
 
 SCHEMES: dict[str, str] = {
     "inproc": "kvpool.transport.inproc:InprocTransport",
+    "cuda": "kvpool.transport.cuda:CudaTransport",
     "shm": "kvpool.transport.shm:ShmTransport",
     "ucx": "kvpool.transport.ucx.transport:UcxTransport",
     "unix": "kvpool.transport.tcp:TcpTransport",

@@ -1,8 +1,8 @@
 """`shm`: the client maps the node's payload segment and copies; the node is asked only to prepare and commit writes.
 
 Reads go through a read-only mapping and cost no system call and no server work. A reused or half-written slot cannot
-pass: acceptance is the checksum over the destination. What lies on disk cannot be mapped, and is read over the socket.
-Prepared slots belong to the connection that prepared them; the node takes them back when it closes.
+pass: acceptance is the checksum over the destination. What is no host memory (a disk's, a GPU's) is read and written
+over the socket. Prepared slots belong to the connection that prepared them; the node takes them back when it closes.
 """
 
 import mmap
@@ -15,17 +15,18 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.core.directory import SHM
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, UnavailableError
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Transport, WriteBatch, verdicts
-from kvpool.transport.blocks import Bytes, FarBlocks
+from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks
 from kvpool.transport.copying import begin_store_slots, fits, load_slots, starts_of
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.populate import Populator
 from kvpool.transport.streams import Streams
-from kvpool.transport.tcp import read_framed
+from kvpool.transport.tcp import read_framed, ready_frame
 from kvpool.transport.wire.connection import Buffers
 from kvpool.transport.wire.messages import (
     NOT_MAPPED,
@@ -37,8 +38,8 @@ from kvpool.transport.wire.messages import (
 )
 from kvpool.transport.writing import Commit, write_grants
 
-DISK_REQUEST_BYTES_MAX = 8 << 20
-"""Bytes of one read of what is on disk: while they are sent, another stream's are read."""
+FETCHED_BYTES_MAX = 8 << 20
+"""Bytes of one read of what the node must fetch first: while they are sent, another stream's are read."""
 
 
 class _Mapping:
@@ -79,7 +80,7 @@ class _Mapping:
             populator.stop()
 
 
-def read_mapped(payload: Bytes, batch: ReadBatch, streams: Streams) -> bytearray:
+def read_mapped(payload: Bytes | DeviceMemory, batch: ReadBatch, streams: Streams) -> bytearray:
     """Copy the batch's blocks out of a mapped segment; one `ReadStatus` each."""
     if not fits(payload, batch.slots, batch.block_bytes):
         return bytearray([ReadStatus.BAD]) * len(batch.destinations)
@@ -87,6 +88,7 @@ def read_mapped(payload: Bytes, batch: ReadBatch, streams: Streams) -> bytearray
     if isinstance(destinations, FarBlocks):
         found = destinations.load(payload, starts_of(slots), batch.seeds, lasting=True)
     else:
+        assert not isinstance(payload, DeviceMemory), "only far blocks are moved from a device"
         seeds = batch.seeds()
 
         def part(first: int, end: int) -> list[int]:
@@ -101,19 +103,19 @@ class ShmTransport(Transport):
     """Mapped shared memory of a node on this host, reached through its Unix socket (``shm:///path``)."""
 
     name = "shm"
-    reaches_far = True
+    reaches_far = frozenset({SHM})
 
     def __init__(self, uri: str, principal: str, incarnation: int, streams: int, timeout_s: float) -> None:
         path = uri.partition("://")[2]
         self._connections = ConnectionPool(f"unix://{path}", principal, incarnation)
         self._streams = Streams(streams)
         self._mappings: OpenOnce[bytes, _Mapping] = OpenOnce("the transport", _Mapping.close)
-        self._on_disk: set[bytes] = set()
+        self._not_mapped: set[bytes] = set()
         with self._connections.connection(timeout_s):
             pass  # the node is on this host and answers
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
-        """See `Transport.read`; the time it takes is bounded by the copies themselves, but for what is on disk."""
+        """See `Transport.read`; the time it takes is bounded by the copies themselves, but for what is not mapped."""
         try:
             mapping = self._mapping(batch.segment_id, deadline)
         except ClosedError:
@@ -121,7 +123,7 @@ class ShmTransport(Transport):
         except (KvpoolError, OSError):
             return bytearray([ReadStatus.FAILED]) * len(batch.destinations)
         if mapping is None:
-            return read_framed(self._connections, self._streams, batch, DISK_REQUEST_BYTES_MAX, deadline)
+            return read_framed(self._connections, self._streams, batch, FETCHED_BYTES_MAX, deadline)
         return read_mapped(mapping.readable, batch, self._streams)
 
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
@@ -132,7 +134,7 @@ class ShmTransport(Transport):
         ) -> Commit:
             mapping = self._mapping(batch.segment_id, deadline)
             if mapping is None:
-                raise ProtocolError("a write grant for a segment that nobody maps")
+                return ready_frame(batch, blocks, slots, generations)
             payload = mapping.writable()
             if not fits(payload, slots, batch.block_bytes):
                 raise ProtocolError("the node prepared slots outside its own segment")
@@ -154,13 +156,13 @@ class ShmTransport(Transport):
         self._mappings.close()
 
     def _mapping(self, segment_id: bytes, deadline: Deadline) -> _Mapping | None:
-        """The segment's mapping; None when it is on disk."""
-        if segment_id in self._on_disk:
+        """The segment's mapping; None when it is no host memory."""
+        if segment_id in self._not_mapped:
             return None
         try:
             return self._mappings.get(segment_id, partial(self._attach, segment_id, deadline), deadline)
         except OnDiskError:
-            self._on_disk.add(segment_id)
+            self._not_mapped.add(segment_id)
             return None
 
     def _attach(self, segment_id: bytes, deadline: Deadline) -> _Mapping:

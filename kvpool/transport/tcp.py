@@ -41,7 +41,7 @@ class TcpTransport(Transport):
 
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
-        return write_grants(self._connections, batches, _ready, deadline)
+        return write_grants(self._connections, batches, ready_frame, deadline)
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -136,7 +136,9 @@ def _take(
             yield some, [checksum(p, seeds[b]) for p, b in zip(pieces, some, strict=True)]
 
 
-def _ready(batch: WriteBatch, blocks: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> Commit:
+def ready_frame(
+    batch: WriteBatch, blocks: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]
+) -> Commit:
     """See `writing.Move`: the payload goes out straight from the caller's memory."""
     seeds, sources = batch.seeds(generations, blocks), batch.sources.select(blocks)
     if sources.whole is not None:

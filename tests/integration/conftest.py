@@ -39,6 +39,7 @@ class Pool:
     nodes: dict[str, RoleProcess] = field(default_factory=dict)
     ready: dict[str, dict] = field(default_factory=dict)
     meta_ready: dict = field(default_factory=dict)
+    module: str = "kvpool.cli.main"
 
     def start_meta(self, **options: object) -> None:
         options = {"grpc-port": self.grpc_port, "framed-port": 0, **options}
@@ -61,7 +62,9 @@ class Pool:
             **options,
         }
         log = self.directory / f"{name}.log"
-        node = self.stack.enter_context(RoleProcess("node", options, log, environ=self.environ(name)))
+        node = self.stack.enter_context(
+            RoleProcess("node", options, log, environ=self.environ(name), module=self.module)
+        )
         self.nodes[name] = node
         self.ready[name] = node.ready()
 

@@ -356,7 +356,7 @@ def assert_is_off_and_memory_serves(pool: Pool, client: kvpool.Client, keyspace:
     code, shown = kvpool_status(pool)
     assert code == 4
     assert "disks turned off: n0" in shown
-    assert (pool.directory / "n0.log").read_text().count("disk_off") == 1
+    assert (pool.directory / "n0.log").read_text().count("medium_off") == 1
 
 
 def bytes_read_by(pid: int) -> int:

@@ -5,66 +5,14 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-import xxhash
 
 import kvpool
 from kvpool.core.directory import MissReason
-from kvpool.core.errors import InvalidBufferError, UnavailableError
-from kvpool.transport.blocks import FarBlocks
+from kvpool.core.errors import InvalidBufferError
+from tests.host_device import BLOCK_BYTES, Device
 from tests.integration.conftest import embedded_in
 
-BLOCK_BYTES = 8192
 TRANSPORTS = ["inproc", "shm", "unix", "tcp"]
-
-
-class Device:
-    """A memory that only its own blocks touch; blocks in ``damaged`` change on their way there."""
-
-    def __init__(self, blocks):
-        self.memory = np.zeros((blocks, BLOCK_BYTES), np.uint8)
-        self.damaged = set()
-        self.refuses = False
-
-    def blocks(self, ids):
-        return DeviceBlocks(self, list(ids))
-
-
-class DeviceBlocks(FarBlocks):
-    def __init__(self, device, ids):
-        super().__init__(BLOCK_BYTES)
-        self.device, self.ids = device, ids
-
-    def __len__(self):
-        return len(self.ids)
-
-    def select(self, blocks):
-        return DeviceBlocks(self.device, [self.ids[block] for block in blocks])
-
-    def load(self, memory, starts, seeds, *, lasting):
-        for i, start in zip(self.ids, starts, strict=True):
-            self._move(memory, int(start), i, into=True)
-        return self._sums(seeds)
-
-    def begin_store(self, memory, starts, seeds, *, lasting):
-        for i, start in zip(self.ids, starts, strict=True):
-            self._move(memory, int(start), i, into=False)
-        return lambda: self._sums(seeds)
-
-    def _move(self, memory, start, block, *, into):
-        if self.device.refuses:
-            raise UnavailableError("the device refuses")
-        mine, theirs = self.device.memory[block], memory[start : start + BLOCK_BYTES]
-        if into:
-            mine[:] = theirs
-            if block in self.device.damaged:
-                mine[77] ^= 1
-        else:
-            theirs[:] = mine
-
-    def _sums(self, seeds):
-        return [
-            xxhash.xxh3_64_intdigest(self.device.memory[i], seed) for i, seed in zip(self.ids, seeds(), strict=True)
-        ]
 
 
 @pytest.fixture(scope="module")

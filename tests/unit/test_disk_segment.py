@@ -11,7 +11,8 @@ from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import SlotState
 from kvpool.node.disk.headers import DiskHeaders
 from kvpool.node.headers import PROLOGUE_BYTES, RECORD, SlotHeaders, make_records
-from kvpool.node.segment.disk import DiskSegment, aligned
+from kvpool.node.segment import aligned
+from kvpool.node.segment.disk import DiskSegment
 from tests.waiting import eventually
 
 SEGMENT_ID = b"d" * 16

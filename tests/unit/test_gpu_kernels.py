@@ -40,7 +40,7 @@ def kernels(request, tmp_path_factory):
     return ctypes.CDLL(str(library)), page_bytes, layers
 
 
-@pytest.mark.parametrize("kernel", ["scatter", "gather", "sum"])
+@pytest.mark.parametrize("kernel", ["scatter", "gather", "pull", "push", "sum"])
 def test_kernels_move_the_right_bytes_and_compute_xxh3(kernels, kernel):
     """Blocks named in any order, layers in any order and spacing, any seed."""
     library, page_bytes, layers = kernels
@@ -48,16 +48,20 @@ def test_kernels_move_the_right_bytes_and_compute_xxh3(kernels, kernel):
     cache = rng.integers(0, 256, (layers + 1, BLOCKS, page_bytes), np.uint8)
     order = rng.permutation(layers + 1)[:layers]
     offsets = (order * BLOCKS * page_bytes).astype(np.uint64)
-    packed = rng.integers(0, 256, (len(CHOSEN), layers, page_bytes), np.uint8)
+    packed = rng.integers(0, 256, (BLOCKS, layers, page_bytes), np.uint8)
+    # The slots of a node's segment lie anywhere; what is staged is side by side.
+    slots = [7, 0, 4, 8, 2] if kernel in {"pull", "push"} else list(range(len(CHOSEN)))
     seeds = rng.integers(0, 2**64, len(CHOSEN), np.uint64)
     before, given = cache.copy(), packed.copy()
-    checksums = _run(library, kernel, cache, offsets, page_bytes, packed, seeds)
+    checksums = _run(library, kernel, cache, offsets, page_bytes, packed, seeds, slots)
     pages = before[order][:, CHOSEN].transpose(1, 0, 2)
-    moved = given if kernel == "scatter" else pages
-    if kernel == "scatter":
-        before[np.ix_(order, CHOSEN)] = given.transpose(1, 0, 2)
+    moved = given[slots] if kernel in {"scatter", "pull"} else pages
+    if kernel in {"scatter", "pull"}:
+        before[np.ix_(order, CHOSEN)] = given[slots].transpose(1, 0, 2)
+    if kernel in {"gather", "push"}:
+        given[slots] = pages
     assert np.array_equal(cache, before)
-    assert np.array_equal(packed, pages if kernel == "gather" else given)
+    assert np.array_equal(packed, given)
     assert checksums == [
         xxhash.xxh3_64_intdigest(np.ascontiguousarray(b), int(s)) for b, s in zip(moved, seeds, strict=True)
     ]
@@ -77,8 +81,9 @@ def test_a_changed_byte_changes_the_checksum(kernels):
         assert [a == b for a, b in zip(found, right, strict=True)] == [True, True, False, True, True]
 
 
-def _run(library, kernel, cache, offsets, page_bytes, packed, seeds):
+def _run(library, kernel, cache, offsets, page_bytes, packed, seeds, slots=()):
     block_bytes, count = page_bytes * len(offsets), len(CHOSEN)
+    places = np.array(slots, np.uint64) * np.uint64(block_bytes)
     ids = np.array(CHOSEN, np.uint64)
     sums = np.zeros((count, -(-block_bytes // 1024), 8), np.uint64)
     accumulators, checksums = np.zeros((count, 8), np.uint64), np.zeros(count, np.uint64)
@@ -88,7 +93,7 @@ def _run(library, kernel, cache, offsets, page_bytes, packed, seeds):
 
     library.run(
         kernel.encode(),
-        *(at(cache), at(offsets), ctypes.c_uint64(page_bytes), at(ids), at(packed), at(seeds)),
+        *(at(cache), at(offsets), ctypes.c_uint64(page_bytes), at(ids), at(packed), at(places), at(seeds)),
         *(at(sums), at(accumulators), at(checksums), ctypes.c_uint64(count)),
     )
     return checksums.tolist()

@@ -196,8 +196,8 @@ def test_the_package_says_that_it_is_typed():
     assert Path(kvpool.__file__).with_name("py.typed").exists()
 
 
-NEED_CUPY = {"kvpool.gpu.kernels", "kvpool.gpu.lanes", "kvpool.gpu.pinning"}
-"""Imported when a `GpuCache` is made; everything else imports without CUDA."""
+NEED_CUPY = {"kvpool.gpu.kernels", "kvpool.gpu.lanes", "kvpool.gpu.memory", "kvpool.gpu.pinning"}
+"""Imported when a `GpuCache` is made or a node takes GPU memory; everything else imports without CUDA."""
 
 
 def test_every_module_says_what_it_decides_or_moves():

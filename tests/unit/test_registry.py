@@ -10,7 +10,7 @@ from kvpool.transport.registry import SCHEMES as REGISTRY
 
 
 def test_the_schemes_are_tried_best_first():
-    assert list(SCHEMES) == ["inproc", "shm", "ucx", "unix", "tcp"]
+    assert list(SCHEMES) == ["inproc", "cuda", "shm", "ucx", "unix", "tcp"]
     assert SCHEMES is REGISTRY
 
 
@@ -24,7 +24,7 @@ def test_every_scheme_names_a_transport(scheme):
 
 @pytest.mark.parametrize("uri", ["rdma://host", "TCP://host:1", "", "127.0.0.1:7310", "://"])
 def test_an_unknown_scheme_is_refused_with_the_known_ones(uri):
-    with pytest.raises(SettingsError, match="use one of inproc, shm, ucx, unix, tcp"):
+    with pytest.raises(SettingsError, match="use one of inproc, cuda, shm, ucx, unix, tcp"):
         scheme_of(uri)
     with pytest.raises(SettingsError, match="is not known"):
         open_transport(uri, "me", 1, 1, 1.0)

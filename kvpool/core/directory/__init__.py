@@ -17,14 +17,17 @@ from kvpool.core.directory.results import (
     Share,
     Want,
 )
-from kvpool.core.directory.segments import DISK, Segment
+from kvpool.core.directory.segments import DISK, FETCHED, SHM, VRAM, Segment
 from kvpool.core.directory.state import DirectoryConfig
 from kvpool.core.directory.table import BlockState
 from kvpool.core.directory.tombstones import Cause, MissReason
 
 __all__ = [
     "DISK",
+    "FETCHED",
     "LEASE_MARGIN_S",
+    "SHM",
+    "VRAM",
     "AnnouncedBlock",
     "BlockState",
     "Cause",

@@ -27,7 +27,7 @@ from kvpool.core.directory.heat import Demand, HotRun
 from kvpool.core.directory.inventory import Inventory
 from kvpool.core.directory.outbox import Order, Outbox
 from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, Match, ReserveResult
-from kvpool.core.directory.segments import DISK, Segment
+from kvpool.core.directory.segments import DISK, SHM, Segment
 from kvpool.core.directory.state import DirectoryConfig, DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL
 from kvpool.core.directory.tombstones import Cause, MissReason
@@ -95,7 +95,7 @@ class Directory:
 
     # Nodes and segments
 
-    def add_segment(self, segment_id: bytes, node_id: str, capacity_bytes: int, medium: str = "shm") -> int:
+    def add_segment(self, segment_id: bytes, node_id: str, capacity_bytes: int, medium: str = SHM) -> int:
         """Open an empty segment of a node and return its number, the name `Location` uses.
 
         Raises:

@@ -12,6 +12,15 @@ from kvpool.core.directory.table import NEVER_US, NIL, BlockTable, PlacementTabl
 DISK = "disk"
 """The medium that new blocks are never written to: copies come there from memory, and go back when they are read."""
 
+SHM = "shm"
+"""Shared memory of the node's host."""
+
+VRAM = "vram"
+"""Memory of a GPU."""
+
+FETCHED = frozenset({DISK, VRAM})
+"""Media that the node's processor cannot address: it fetches their bytes before it sends or checks them."""
+
 
 @dataclass(slots=True)
 class Totals:
@@ -48,7 +57,7 @@ class Segment:
     segment_id: bytes
     node_id: str
     capacity_bytes: int
-    medium: str = "shm"
+    medium: str = SHM
     totals: Totals = field(default_factory=Totals)
     used_bytes: int = 0
     out_of_use_bytes: int = 0

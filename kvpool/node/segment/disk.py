@@ -5,7 +5,6 @@ the file is read and written through the page cache, which is logged and counted
 """
 
 import errno
-import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,8 +15,9 @@ import numpy as np
 from kvpool.core.directory import DISK
 from kvpool.core.errors import CapacityError, UsageError
 from kvpool.core.limits import PAGE_BYTES
-from kvpool.core.units import format_size, pages_of
+from kvpool.core.units import format_size
 from kvpool.node.private_file import open_private
+from kvpool.node.segment.base import Extent, aligned
 from kvpool.ops.logging import get_logger
 from kvpool.transport.blocks import Bytes, rest_of
 
@@ -31,9 +31,6 @@ PIECES_MAX = 512
 """Buffers of one request; the kernel takes 1,024."""
 
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-
-Extent = tuple[int, memoryview]
-"""First page, and page-aligned memory of whole pages."""
 
 log = get_logger(__name__)
 
@@ -57,6 +54,7 @@ class DiskSegment:
 
     def __init__(self, path: Path, segment_id: bytes, size_bytes: int) -> None:
         self.path = path
+        self.where = str(path)
         self.segment_id = segment_id
         self.size_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
         self.payload: Bytes = np.empty(0, np.uint8)
@@ -80,12 +78,16 @@ class DiskSegment:
             raise error
         return memory[:length]
 
+    def buffer(self, size_bytes: int) -> memoryview:
+        """See `FetchedSegment.buffer`."""
+        return aligned(size_bytes)
+
     def read(self, extents: Sequence[Extent]) -> list[OSError | None]:
-        """Fill the memory of each from its pages; what went wrong with each, or None."""
+        """See `FetchedSegment.read`."""
         return self._transfer(extents, _read_whole)
 
     def write(self, extents: Sequence[Extent]) -> list[OSError | None]:
-        """Write the memory of each to its pages; what went wrong with each, or None."""
+        """See `FetchedSegment.write`."""
         return self._transfer(extents, _write_whole)
 
     def close(self) -> None:
@@ -115,11 +117,6 @@ class DiskSegment:
 
 
 Move = Callable[[int, list[memoryview], int], None]
-
-
-def aligned(length: int) -> memoryview:
-    """Page-aligned memory of as many whole pages as ``length`` bytes need; zeros."""
-    return memoryview(mmap.mmap(-1, pages_of(length) * PAGE_BYTES))
 
 
 def _open(path: Path) -> tuple[int, bool]:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from kvpool.core.directory import SHM
 from kvpool.core.errors import CapacityError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.units import format_size
@@ -42,7 +43,7 @@ class ShmSegment:
         CapacityError: Shared memory has not that much room, or huge pages are required and not offered.
     """
 
-    medium = "shm"
+    medium = SHM
 
     def __init__(self, path: Path, segment_id: bytes, size_bytes: int, hugepages: HugePages = "auto") -> None:
         self.path = path
