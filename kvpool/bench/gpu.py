@@ -7,28 +7,28 @@ four times as large as what is moved, and the blocks lie in it in random order.
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 import kvpool
+from kvpool.bench.gpu_blocks import CACHE_TIMES, CacheBlocks, GpuNoteRow
 from kvpool.bench.gpu_delay import GpuDelayRow, Products, measure_delay, on_gpu_ms
+from kvpool.bench.gpu_peer import GpuPeerRow, measure_peers
 from kvpool.bench.measure import GB, compare, elapsed_s, percentile, pool_processes, rounded
-from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.core.limits import HASH_BYTES
-from kvpool.gpu import GpuBlocks, GpuCache, PageRuns, require_gpu
-from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks, Seeds, Stored
+from kvpool.core.errors import UnavailableError
+from kvpool.gpu import PageRuns, require_gpu
 
 BLOCKS = 256
 LAYERS = 32
 BLOCK_BYTES = 2 << 20
 MOVED_BYTES = BLOCKS * BLOCK_BYTES
-CACHE_BLOCKS = 4 * BLOCKS
+CACHE_BYTES = CACHE_TIMES * MOVED_BYTES
 
 LAYER_FIRST = "layer-first"
 BLOCK_OUTERMOST = "block-outermost"
@@ -43,16 +43,26 @@ TIMEOUT_S = 60.0
 DELAY_PAIRS = 32
 
 
+class Between(StrEnum):
+    """A GPU and what else."""
+
+    HOST = "host"
+    GPUS = "gpus"
+    ALL = "all"
+
+
 class GpuSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure.
 
     Attributes:
         rounds: Times that each transfer is made.
         delay_pairs: Pairs of samples, alone and beside transfers, for the delay of computing; 0: do not measure it.
+        between: What is measured.
     """
 
     rounds: int = 5
     delay_pairs: int = DELAY_PAIRS
+    between: Between = Between.ALL
 
 
 class GpuRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="gpu"):
@@ -76,24 +86,23 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="
     target: float | None = None
 
 
-class GpuNoteRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="gpu_note"):
-    """Another figure of the same run, with its unit."""
-
-    what: str
-    value: float
-    unit: str
-
-
-Row = GpuRow | GpuDelayRow | GpuNoteRow
+Row = GpuRow | GpuDelayRow | GpuNoteRow | GpuPeerRow
 
 
 def measure_gpu(settings: GpuSettings) -> Iterator[Row]:
-    """Measure transfers, what they are made of, and what they cost computing.
+    """Measure transfers from GPU to GPU, then those with host memory, what they are made of, and what computing pays.
 
     Raises:
         UnavailableError: No CuPy, or no GPU.
         KvpoolError: A transfer failed, or loaded other bytes than were saved.
     """
+    if settings.between in {Between.GPUS, Between.ALL}:
+        yield from measure_peers(settings.rounds)
+    if settings.between in {Between.HOST, Between.ALL}:
+        yield from _measure_host(settings)
+
+
+def _measure_host(settings: GpuSettings) -> Iterator[Row]:
     cupy = require_gpu()
     saves = 3 * (settings.rounds + 2) + 4  # what is loaded, a warm-up, rounds; the very first, three for the delays
     with contextlib.ExitStack() as stack:
@@ -102,8 +111,8 @@ def measure_gpu(settings: GpuSettings) -> Iterator[Row]:
         bench = _Bench(cupy, client, (os.getpid(), *pool.pids), settings.rounds)
         yield _until_page_locked(bench)
         for layout in (LAYER_FIRST, BLOCK_OUTERMOST):
-            yield from _transfers(_Blocks(bench, layout), TARGETS[layout])
-        yield from _transfers(_Blocks(bench, LAYER_FIRST, copy_engine=False), None)
+            yield from _transfers(bench, _blocks(bench, layout), TARGETS[layout])
+        yield from _transfers(bench, _blocks(bench, LAYER_FIRST, copy_engine=False), None)
         yield _page_by_page(bench)
         yield from _checksums(bench)
         if settings.delay_pairs:
@@ -119,7 +128,7 @@ class _Bench:
         self.keyspace = client.namespace(namespace)
         self.pids = pids
         self.rounds = rounds
-        self.memory = cupy.random.default_rng(1).integers(0, 256, CACHE_BLOCKS * BLOCK_BYTES, np.uint8)
+        self.memory = cupy.random.default_rng(1).integers(0, 256, CACHE_BYTES, np.uint8)
         self.buffer = cupy.empty(MOVED_BYTES, np.uint8)
         self.locked = np.frombuffer(cupy.cuda.alloc_pinned_memory(MOVED_BYTES), np.uint8, MOVED_BYTES)
         self.locked[:] = self.memory[:MOVED_BYTES].get()
@@ -133,130 +142,24 @@ class _Bench:
             runtime.streamSynchronize(0)
 
 
-class _Watched(FarBlocks):
-    """Blocks of a GPU's cache; ``times_s`` gets the beginning and end of each move."""
-
-    def __init__(self, blocks: GpuBlocks, times_s: list[float]) -> None:
-        super().__init__(blocks.block_bytes)
-        self._blocks = blocks
-        self._times_s = times_s
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def select(self, blocks: Sequence[int]) -> "_Watched":
-        return _Watched(self._blocks.select(blocks), self._times_s)
-
-    def load(
-        self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
-    ) -> list[int]:
-        self._times_s.append(time.perf_counter())
-        checksums = self._blocks.load(memory, starts, seeds, lasting=lasting)
-        self._times_s.append(time.perf_counter())
-        return checksums
-
-    def begin_store(
-        self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
-    ) -> Stored:
-        self._times_s.append(time.perf_counter())
-        stored = self._blocks.begin_store(memory, starts, seeds, lasting=lasting)
-
-        def end() -> list[int]:
-            checksums = stored()
-            self._times_s.append(time.perf_counter())
-            return checksums
-
-        return end
-
-
-class _Blocks:
-    """Blocks that are saved, and others that they are loaded into, in a cache of one layout."""
-
-    def __init__(self, bench: _Bench, layout: str, *, copy_engine: bool = True) -> None:
-        self.bench = bench
-        self.layout = layout
-        self.name = layout if copy_engine else f"{layout}, all by kernels"
-        layers = LAYERS if layout == LAYER_FIRST else 1
-        page_bytes = BLOCK_BYTES // layers
-        offsets = tuple(layer * CACHE_BLOCKS * page_bytes for layer in range(layers))
-        runs = PageRuns(offsets, page_bytes, page_bytes, CACHE_BLOCKS)
-        self._cache = GpuCache(bench.memory.data.ptr, runs, owner=bench.memory, copy_engine=copy_engine)
-        self._pages = bench.memory.reshape(layers, CACHE_BLOCKS, page_bytes)
-        order = np.random.default_rng(2).permutation(CACHE_BLOCKS)
-        self._from, self._to = order[:BLOCKS], order[BLOCKS : 2 * BLOCKS]
-        self.moved_s: list[float] = []
-        self._times_s: list[float] = []
-        self.saved = b""
-        self._reservation: kvpool.Reservation | None = None
-
-    def reserve(self) -> None:
-        """Reserve places for them under names that are new."""
-        self.saved = os.urandom(HASH_BYTES * BLOCKS)
-        self._reservation = self.bench.keyspace.reserve(self.saved)
-
-    def write(self) -> None:
-        """Save them in the places reserved, as an engine's worker does; raises KvpoolError if not all were."""
-        assert self._reservation is not None
-        written = self.bench.keyspace.write(self._reservation, self._watched(self._from))
-        if len(written.committed) != BLOCKS:
-            raise KvpoolError(f"only {len(written.committed)} of {BLOCKS} blocks were saved: {written}")
-
-    def save(self) -> None:
-        """Both."""
-        self.reserve()
-        self.write()
-
-    def load(self) -> None:
-        """Load what was saved last into the other blocks; raises KvpoolError if not all of it was."""
-        result = self.bench.keyspace.load(self.saved, self._watched(self._to))
-        if result.loaded != BLOCKS:
-            raise KvpoolError(
-                f"only {result.loaded} of {BLOCKS} blocks were loaded: {sorted(set(filter(None, result.reasons)))}"
-            )
-
-    def _watched(self, ids: NDArray[np.int64]) -> _Watched:
-        self._times_s = []
-        return _Watched(self._cache.blocks(ids), self._times_s)
-
-    def note_moved(self) -> None:
-        """Keep how long the last transfer alone took."""
-        self.moved_s.append(self._times_s[-1] - self._times_s[0])
-
-    def copy_out(self) -> None:
-        """What a save does on the GPU, into page-locked memory that no pool owns."""
-        starts = np.arange(BLOCKS, dtype=np.uint64) * np.uint64(BLOCK_BYTES)
-        self._cache.blocks(self._from).begin_store(self.bench.locked, starts, lambda: [0] * BLOCKS, lasting=False)()
-
-    def clear(self) -> None:
-        """Zeros where blocks are loaded."""
-        self._pages[:, self._to] = 0
-        self.bench.cupy.cuda.runtime.deviceSynchronize()
-
-    def check(self) -> None:
-        """Raises KvpoolError unless the loaded blocks are the saved ones, byte for byte."""
-        cupy = self.bench.cupy
-        for saved, loaded in zip(self._from.tolist(), self._to.tolist(), strict=True):
-            if not cupy.array_equal(self._pages[:, saved], self._pages[:, loaded]):
-                raise KvpoolError(f"block {loaded} is not what was saved from block {saved} ({self.name})")
-
-    def wait_pinned(self) -> None:
-        """Raises UnavailableError unless the segment gets page-locked."""
-        if not self._cache.wait_pinned(PIN_TIMEOUT_S):
-            raise UnavailableError("the pool's shared memory could not be page-locked; see the warning above")
+def _blocks(bench: _Bench, layout: str, *, copy_engine: bool = True) -> CacheBlocks:
+    name = layout if copy_engine else f"{layout}, all by kernels"
+    layers = LAYERS if layout == LAYER_FIRST else 1
+    return CacheBlocks(bench.keyspace, bench.memory, BLOCKS, layers, name, copy_engine=copy_engine)
 
 
 def _until_page_locked(bench: _Bench) -> GpuNoteRow:
     """A first save and load meet both mappings of the segment."""
-    blocks = _Blocks(bench, LAYER_FIRST)
+    blocks = _blocks(bench, LAYER_FIRST)
     began_s = time.perf_counter()
     blocks.save()
     blocks.load()
-    blocks.wait_pinned()
+    if not blocks.cache.wait_pinned(PIN_TIMEOUT_S):
+        raise UnavailableError("the pool's shared memory could not be page-locked; see the warning above")
     return GpuNoteRow(what="until both mappings are page-locked", value=time.perf_counter() - began_s, unit="s")
 
 
-def _transfers(blocks: _Blocks, target: float | None) -> Iterator[GpuRow]:
-    bench = blocks.bench
+def _transfers(bench: _Bench, blocks: CacheBlocks, target: float | None) -> Iterator[GpuRow]:
     blocks.save()
     for what, move, prepare, kind in (
         ("load", blocks.load, blocks.clear, _TO_DEVICE),
@@ -315,13 +218,21 @@ def _checksums(bench: _Bench) -> Iterator[GpuNoteRow]:
     yield GpuNoteRow(what="xxh3 of the same on one processor", value=took_s * 1e3, unit="ms")
 
 
+def _copy_out(bench: _Bench, blocks: CacheBlocks) -> None:
+    """What a save does on the GPU, into page-locked memory that no pool owns."""
+    starts = np.arange(BLOCKS, dtype=np.uint64) * np.uint64(BLOCK_BYTES)
+    blocks.cache.blocks(blocks.sources).begin_store(bench.locked, starts, lambda: [0] * BLOCKS, lasting=False)()
+
+
 def _delays(bench: _Bench, pairs: int) -> Iterator[GpuDelayRow]:
     products = Products(bench.cupy)
     for layout, copy_engine in ((LAYER_FIRST, True), (BLOCK_OUTERMOST, True), (LAYER_FIRST, False)):
-        blocks = _Blocks(bench, layout, copy_engine=copy_engine)
+        blocks = _blocks(bench, layout, copy_engine=copy_engine)
         blocks.save()
         target = DELAY_TARGET_PERCENT if copy_engine else None
         yield measure_delay(products, f"load, {blocks.name}", (blocks.load, MOVED_BYTES), pairs, target)
-    blocks = _Blocks(bench, LAYER_FIRST)
-    yield measure_delay(products, f"save, {blocks.name}", (blocks.copy_out, MOVED_BYTES), pairs, DELAY_TARGET_PERCENT)
+    blocks = _blocks(bench, LAYER_FIRST)
+    yield measure_delay(
+        products, f"save, {blocks.name}", (partial(_copy_out, bench, blocks), MOVED_BYTES), pairs, DELAY_TARGET_PERCENT
+    )
     yield measure_delay(products, "nothing", (partial(time.sleep, 0.01), 0), pairs, None)

@@ -59,6 +59,7 @@ def pool_processes(
     meta_unix: bool = False,
     disk: tuple[Path, int] | None = None,
     ucx: bool = False,
+    device: str = "",
     **meta: object,
 ) -> Iterator[PoolProcesses]:
     """A metadata service and, unless ``node_bytes`` is None, store nodes; nothing of them is left behind.
@@ -69,6 +70,7 @@ def pool_processes(
         disk: Directory and bytes of a disk tier, for one node.
         meta_unix: Whether the service offers its Unix socket, which clients on this host then prefer.
         ucx: Whether nodes serve the ucx transport.
+        device: A GPU whose memory nodes hold blocks in; empty: in shared memory.
         meta: Further settings of the service.
     """
     with contextlib.ExitStack() as stack:
@@ -93,6 +95,8 @@ def pool_processes(
                 options["disk"], options["disk_size"] = disk
             if ucx:
                 options["ucx"] = True
+            if device:
+                options["vram"], options["device"] = node_bytes, device
             node = stack.enter_context(RoleProcess("node", _flags(options), folder / f"node-{i}.log"))
             node.ready()
             pids.append(node.pid)

@@ -216,13 +216,17 @@ def gpu(
     delay_pairs: Annotated[
         int, typer.Option(min=0, help="Samples of computing beside transfers and alone; 0: do not measure the delay.")
     ] = GpuSettings().delay_pairs,
+    between: Annotated[
+        gpus.Between, typer.Option(help="Between a GPU and shared memory, and the memory of another GPU or the same.")
+    ] = gpus.Between.ALL,
     output: FormatOption = Format.TEXT,
 ) -> None:
-    """Move blocks between a pool's shared memory and a paged cache on a GPU, every byte verified; takes a minute.
+    """Move blocks between a pool's memory and a paged cache on a GPU, every byte verified; takes a minute.
 
-    Needs CuPy, a CUDA GPU with 24 GiB, and 20 GiB of shared memory.
+    Needs CuPy, a CUDA GPU with 24 GiB, and 20 GiB of shared memory. What moves from GPU to GPU does so between the
+    second one, where there is one, and the first.
     """
-    _show(gpus.measure_gpu(GpuSettings(rounds=rounds, delay_pairs=delay_pairs)), output)
+    _show(gpus.measure_gpu(GpuSettings(rounds=rounds, delay_pairs=delay_pairs, between=between)), output)
 
 
 @bench.command(name="all")

@@ -4,13 +4,33 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 
-from kvpool.bench.gpu import GpuNoteRow, GpuRow
+from kvpool.bench.gpu import GpuRow
+from kvpool.bench.gpu_blocks import GpuNoteRow
 from kvpool.bench.gpu_delay import GpuDelayRow
+from kvpool.bench.gpu_peer import GpuPeerRow
 from kvpool.cli.output import table, target
 
 
 def gpu_views(rows: Sequence[object]) -> Iterator[RenderableType]:
-    """One table of transfers, one of what they cost, as far as they were measured."""
+    """A table of transfers between GPUs, one of those with host memory, one of what they cost, as far as measured."""
+    peers = [
+        (
+            row.what,
+            f"{row.gbps:.0f}",
+            f"{row.limit_gbps:.0f}",
+            f"{row.ratio:.2f}",
+            f"{row.moved_gbps:.0f}",
+            target(row.target_gbps, ">="),
+        )
+        for row in rows
+        if isinstance(row, GpuPeerRow)
+    ]
+    if peers:
+        yield Group(
+            table(("GPU to GPU", "#GB/s", "#limit", "#ratio", "#moved", "#target"), peers),
+            "GB/s: from the call to verified bytes; limit: one plain copy between the two GPUs, in turns with ours.",
+            "moved: GB/s of the transfer alone. What was loaded was compared with what was saved, whole.",
+        )
     transfers = [
         (
             row.what,

@@ -139,7 +139,7 @@ class Transport(ABC):
     """Its scheme, as counters and logs show it."""
 
     reaches_far: frozenset[str] = frozenset()
-    """Media that it moves `FarBlocks` from and to; for others it gets host memory, and the client loads on from that."""
+    """Media that it moves `FarBlocks` from and to; for others it gets host memory; the client loads on from that."""
 
     carrier: str = ""
     """What moves the bytes below it, where the scheme does not say so: transport and device, once they are known."""
