@@ -6,6 +6,7 @@ clients attach it by the node's process and descriptor, as they do a GPU's by a 
 
 import mmap
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -131,4 +132,4 @@ def attach(handle, size_bytes):
 devices.KINDS[KIND] = "tests.host_device"
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

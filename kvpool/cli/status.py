@@ -82,10 +82,9 @@ def _check_health(pool_status: "PoolStatus") -> None:
     lost = [node.node_id for node in pool_status.nodes if node.state == MemberState.LOST]
     if lost:
         raise UnhealthyError(f"lost nodes: {', '.join(lost)}; restart them, their blocks return with them")
-    off = [f"{node.node_id} ({segment.off})" for node in pool_status.nodes for segment in node.segments if segment.off]
+    segments = [(node.node_id, segment) for node in pool_status.nodes for segment in node.segments]
+    off = [f"{segment.medium} of {node_id} ({segment.off})" for node_id, segment in segments if segment.off]
     if off:
-        raise UnhealthyError(
-            f"disks turned off: {', '.join(off)}; memory serves. See to the disks, and restart their nodes"
-        )
+        raise UnhealthyError(f"turned off: {', '.join(off)}; all else serves. See to it, and restart the node")
     if not any(node.state == MemberState.READY for node in pool_status.nodes):
         raise UnhealthyError("no node is ready; start one with `kvpool node --meta URI`")

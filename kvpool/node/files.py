@@ -100,10 +100,11 @@ class SegmentFiles(StoredFiles):
             UnavailableError: What the device needs is missing.
         """
         pages = size_bytes // PAGE_BYTES
+        self.fresh = not self.headers.exists()
         memory = allocate(device, pages * PAGE_BYTES)
-        if self.headers.exists():
-            log.warning("blocks_lost", node_files=str(self.headers), reason="GPU memory does not outlive its process")
-        self.fresh = True
+        if not self.fresh:
+            log.warning("blocks_lost", headers=str(self.headers), reason="GPU memory does not outlive its process")
+            self.fresh = True
         with ExitStack() as undo:
             undo.callback(memory.close)
             self.remove()

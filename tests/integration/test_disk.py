@@ -355,7 +355,7 @@ def assert_is_off_and_memory_serves(pool: Pool, client: kvpool.Client, keyspace:
     assert counter(client, "demoted_blocks") == demoted
     code, shown = kvpool_status(pool)
     assert code == 4
-    assert "disks turned off: n0" in shown
+    assert "turned off: disk of n0" in shown
     assert (pool.directory / "n0.log").read_text().count("medium_off") == 1
 
 
