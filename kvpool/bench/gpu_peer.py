@@ -31,6 +31,7 @@ class _Shape(NamedTuple):
     block_bytes: int
     layers: int
     target_gbps: float | None
+    copy_engine: bool = True
 
     @property
     def moved_bytes(self) -> int:
@@ -39,6 +40,7 @@ class _Shape(NamedTuple):
 
 SHAPES = (
     _Shape(256, 2 << 20, 1, 157.0),
+    _Shape(256, 2 << 20, 1, None, copy_engine=False),
     _Shape(256, 2 << 20, 32, 157.0),
     _Shape(4096, 64 << 10, 1, 40.0),
     _Shape(4096, 64 << 10, 32, None),
@@ -82,7 +84,7 @@ def measure_peers(rounds: int) -> Iterator[GpuPeerRow | GpuNoteRow]:
         pids = (os.getpid(), *pool.pids)
         for shape in SHAPES:
             yield from _transfers(cupy, client, pids, shape, theirs, rounds)
-    for blocks, block_bytes in dict.fromkeys((shape.blocks, shape.block_bytes) for shape in SHAPES):
+    for blocks, block_bytes in dict.fromkeys(shape[:2] for shape in SHAPES):
         gbps = nixl_gbps(blocks, block_bytes, theirs, rounds)
         if gbps is not None:
             what = f"NIXL's own reads of {blocks:,} blocks of {format_size(block_bytes)}, cuda:{theirs}"
@@ -100,8 +102,10 @@ def _transfers(
     namespace = kvpool.Namespace(model=f"kvpool-bench-{shape.layers}", block_tokens=16, block_bytes=shape.block_bytes)
     memory = cupy.random.default_rng(1).integers(0, 256, CACHE_TIMES * shape.moved_bytes, np.uint8)
     pages = "whole" if shape.layers == 1 else f"in {shape.layers} pages"
-    name = f"{shape.blocks:,} of {format_size(shape.block_bytes)} {pages}, cuda:{theirs}"
-    blocks = CacheBlocks(client.namespace(namespace), memory, shape.blocks, shape.layers, name)
+    by = "" if shape.copy_engine else ", by kernels"
+    name = f"{shape.blocks:,} of {format_size(shape.block_bytes)} {pages}{by}, cuda:{theirs}"
+    keyspace = client.namespace(namespace)
+    blocks = CacheBlocks(keyspace, memory, shape.blocks, shape.layers, name, copy_engine=shape.copy_engine)
     copy = _PeerCopy(cupy, shape.moved_bytes, theirs)
     blocks.save()
     for what, move, prepare in (("load", blocks.load, blocks.clear), ("save", blocks.write, blocks.reserve)):

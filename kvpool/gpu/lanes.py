@@ -1,10 +1,10 @@
 """One direction of traffic between a pool's memory and a paged cache: streams, staging, and what checks the bytes.
 
-Three ways. A store node's GPU memory is read and written by a kernel, straight from or to the cache's pages, that sums
-what it moves. From host memory, pages of 64 KiB and more are loaded by the copy engine, straight to their places; a
-kernel only reads them, to sum them. Smaller pages, saves, and memory that is not page-locked yet go through a ring of
-staging buffers in GPU memory in large copies, and a kernel moves and sums at once. docs/design/gpu.md has the figures
-that this was chosen by.
+Three ways. Between a store node's GPU memory and the cache a kernel moves blocks straight from or to their pages, and sums
+them as it does. Pages of 64 KiB and more are loaded from host memory, and larger ones from a GPU's, by the copy engine,
+straight to their places; a kernel only reads them, to sum them. Smaller pages, saves, and memory that is not page-locked
+yet go through a ring of staging buffers in GPU memory in large copies, and a kernel moves and sums at once.
+docs/design/gpu.md has the figures that this was chosen by.
 
 Nothing here uses the compute stream or waits on it: callers wait for what computed the pages before they store them.
 """
@@ -48,6 +48,9 @@ TO_HOST = 2
 ENGINE_PAGE_BYTES = 64 << 10
 """Least page that is loaded by the copy engine: a copy takes 0.5 to 1 µs of a processor, smaller ones longer than the
 link needs for them."""
+
+PEER_PAGE_BYTES = 1 << 20
+"""Least page that is loaded by the copy engine from another GPU, whose link is so much faster."""
 
 
 class _Call:
@@ -162,7 +165,10 @@ class Lane:
     def _mover(self, memory: Bytes | DeviceMemory, *, lasting: bool) -> Callable[[_Call, Addresses, Addresses], None]:
         """What moves blocks between ``memory`` and the cache."""
         if isinstance(memory, DeviceMemory):
-            return partial(self._by_reach, memory.address(self._device))
+            base = memory.address(self._device)
+            if self._engine is not None and self._runs.size_bytes >= PEER_PAGE_BYTES:
+                return partial(self._by_engine, base, base)
+            return partial(self._by_reach, base)
         mapping = pinned(memory, self._device) if lasting else None
         direct = self._engine is not None and mapping is not None and mapping.complete
         where = memory.ctypes.data, mapping.origin if mapping is not None else 0

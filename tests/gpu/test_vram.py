@@ -13,7 +13,7 @@ from tests.gpu.conftest import chain, open_blocks, random_bytes
 from tests.gpu.test_round_trips import SOURCE, TARGET, make_caches
 
 COUNT = 16
-WAYS = {"layered": (16 << 10, 4), "whole": (64 << 10, 1), "odd-pages": (80, 16)}
+WAYS = {"layered": (16 << 10, 4), "whole": (64 << 10, 1), "odd-pages": (80, 16), "by-copy-engine": (1 << 20, 1)}
 
 
 def make_cache(cupy, page_bytes, layers, blocks=2 * COUNT):

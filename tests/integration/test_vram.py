@@ -152,7 +152,7 @@ def test_verify_and_the_scrub_look_at_the_device_itself(pool, device):
 
     assert (code, records["n0"]["bad"]) == (1, 1)
     eventually(lambda: keyspace.match(chain).blocks == 5)
-    assert status_of(client).scrub.retired_bytes == BLOCK_BYTES
+    eventually(lambda: status_of(client).scrub.retired_bytes == BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("transport", ["cuda", "tcp"])
