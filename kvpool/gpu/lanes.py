@@ -1,9 +1,9 @@
 """One direction of traffic between a pool's memory and a paged cache: streams, staging, and what checks the bytes.
 
-Three ways. Between a store node's GPU memory and the cache a kernel moves blocks straight from or to their pages, and sums
-them as it does. Pages of 64 KiB and more are loaded from host memory, and larger ones from a GPU's, by the copy engine,
-straight to their places; a kernel only reads them, to sum them. Smaller pages, saves, and memory that is not page-locked
-yet go through a ring of staging buffers in GPU memory in large copies, and a kernel moves and sums at once.
+Three ways. Between a store node's GPU memory and the cache a kernel moves blocks straight from or to their pages, and
+sums them as it does. Pages of 64 KiB and more are loaded from host memory, and larger ones from a GPU's, by the copy
+engine, straight to their places; a kernel only reads them, to sum them. Smaller pages, saves, and memory that is not
+page-locked yet go through a ring of staging buffers in GPU memory in large copies, and a kernel moves and sums at once.
 docs/design/gpu.md has the figures that this was chosen by.
 
 Nothing here uses the compute stream or waits on it: callers wait for what computed the pages before they store them.

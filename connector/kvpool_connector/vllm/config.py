@@ -45,7 +45,7 @@ class ConnectorConfig(BaseModel):
 
     model_config = MODEL_CONFIG
     pool: str = "grpc://127.0.0.1:7300"
-    transports: tuple[Literal["shm", "ucx", "tcp", "unix"], ...] = ("shm", "tcp")
+    transports: tuple[Literal["cuda", "shm", "ucx", "tcp", "unix"], ...] = ("shm", "tcp")
     streams: int = Field(default=2, ge=1, le=64)
     tenant: str = Field(default="default", min_length=1, max_length=256)
     epoch: int = Field(default=0, ge=0, lt=1 << 31)
