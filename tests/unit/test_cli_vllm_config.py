@@ -95,7 +95,7 @@ def test_json_and_text_are_the_same(printed):
     [
         (["--pool", "http://host:7300"], "client.pool = 'http://host:7300' (flag --pool)", "grpc://HOST:PORT"),
         (["--pool", "grpc://host:0"], "(flag --pool)", "grpc://HOST:PORT"),
-        (["--transport", "rdma"], "--transport 'rdma' is not known", "use one of inproc, shm, ucx, unix, tcp"),
+        (["--transport", "rdma"], "--transport 'rdma' is not known", "use one of inproc, cuda, shm, ucx, unix, tcp"),
         (["--transport", "tcp://host"], "--transport 'tcp://host' is not known", "use one of"),
         (["--tenant", ""], "--tenant is empty", "leave it out"),
         (["--epoch", "-1"], "'--epoch'", "greater than or equal to 0"),
