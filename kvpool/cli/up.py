@@ -41,7 +41,7 @@ def up(settings: Settings, output: Format) -> None:
             "role": "up",
             "pid": os.getpid(),
             "uri": pool.uri,
-            "capacity_bytes": settings.node.size,
+            "capacity_bytes": settings.node.capacity_bytes,
             "transports": _transports(settings),
         }
         emit(ready, output, _banner(settings, pool.uri))
@@ -61,9 +61,10 @@ def _vllm_config(uri: str) -> str:
 
 
 def _banner(settings: Settings, uri: str) -> str:
+    node = settings.node
     rows = {
         "pool": uri,
-        "capacity": f"{format_size(settings.node.size)} in {settings.node.segment_dir}",
+        "capacity": f"{format_size(node.capacity_bytes)} in {node.device if node.vram else node.segment_dir}",
         "transports": ", ".join(_transports(settings)),
         "in Python": f'import kvpool; pool = kvpool.connect("{uri}")',
         "in vLLM": f'vllm serve MODEL --kv-transfer-config "$({_vllm_config(uri)})"',

@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,17 +38,33 @@ def start_node(pool: Pool, blocks: int = 2 * BLOCKS, name: str = "n0", **options
 
 @pytest.fixture
 def pool(start_pool):
-    """A node that holds its blocks in a device."""
+    """A small node of the test's own that holds its blocks in a device."""
     pool = start_pool(nodes=0, **{"expected-nodes": 1})
     pool.module = "tests.host_device"
     start_node(pool)
     return pool
 
 
+@pytest.fixture(scope="module")
+def lasting_pool(tmp_path_factory):
+    with ExitStack() as stack:
+        pool = Pool(tmp_path_factory.mktemp("pool"), stack, module="tests.host_device")
+        pool.start_meta(**{"expected-nodes": 1})
+        start_node(pool, 1024)
+        yield pool
+
+
 @pytest.fixture
-def device():
+def shared(lasting_pool):
+    """A node that tests share: they use namespaces of their own and break nothing."""
+    with ExitStack() as stack:
+        yield replace(lasting_pool, stack=stack)
+
+
+@pytest.fixture
+def device(rng):
     device = Device(64)
-    device.memory[:] = np.random.default_rng(9).integers(0, 256, device.memory.shape, np.uint8)
+    device.memory[:] = rng.integers(0, 256, device.memory.shape, np.uint8)
     return device
 
 
@@ -65,9 +83,9 @@ def status_of(client: kvpool.Client):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_transport_brings_the_same_bytes(pool, device, rng, transport):
+def test_every_transport_brings_the_same_bytes(shared, device, rng, transport):
     """From a device's memory and from the host's, to either."""
-    client = pool.connect(transport)
+    client = shared.connect(transport)
     keyspace, chain = open_blocks(client, BLOCK_BYTES), random_chain(BLOCKS)
     right, loaded = device.memory[:BLOCKS].copy(), blank(BLOCKS, BLOCK_BYTES)
 
@@ -85,9 +103,9 @@ def test_every_transport_brings_the_same_bytes(pool, device, rng, transport):
     assert client.stats().verify_failures == 0
 
 
-def test_blocks_of_any_length_keep_to_their_slots(pool, rng):
-    """Blocks that end within a page, and larger ones than a device's memory has pages side by side for small ones."""
-    client = pool.connect("tcp")
+def test_blocks_of_any_length_keep_to_their_slots(shared, rng):
+    """Also those that end within a page."""
+    client = shared.connect("tcp")
     for length in (100, PAGE_BYTES - 1, PAGE_BYTES + 1, 5 * PAGE_BYTES + 17):
         keyspace, chain = open_blocks(client, length), random_chain(3)
         blocks, loaded = random_blocks(rng, 3, length), blank(3, length)
@@ -125,9 +143,9 @@ def test_a_slot_that_changes_hands_before_it_is_read_is_a_miss(pool, device, rng
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_bit_that_flips_in_the_device_is_refused_by_its_reader(pool, device, transport):
-    keyspace, chain = open_blocks(pool.connect(transport), BLOCK_BYTES), random_chain(BLOCKS)
-    mapping = pool.connect("cuda")
+def test_a_bit_that_flips_in_the_device_is_refused_by_its_reader(shared, device, transport):
+    keyspace, chain = open_blocks(shared.connect(transport), BLOCK_BYTES), random_chain(BLOCKS)
+    mapping = shared.connect("cuda")
     keyspace.store(chain, device.blocks(range(BLOCKS)))
     open_blocks(mapping, BLOCK_BYTES, model=keyspace.namespace.model).load(chain, device.blocks(range(40, 48)))
     segment = segment_of(mapping)
@@ -267,9 +285,9 @@ def test_a_drain_takes_blocks_to_shared_memory_and_to_another_device(pool, devic
     np.testing.assert_array_equal(device.memory[:BLOCKS], device.memory[40:48])
 
 
-def test_a_client_that_cannot_map_the_device_takes_the_next_transport(pool, device, monkeypatch):
+def test_a_client_that_cannot_map_the_device_takes_the_next_transport(shared, device, monkeypatch):
     monkeypatch.delitem(devices.KINDS, "host")
-    client = pool.stack.enter_context(kvpool.connect(pool.uri, transports=["cuda", "shm"]))
+    client = shared.stack.enter_context(kvpool.connect(shared.uri, transports=["cuda", "shm"]))
     keyspace, chain = open_blocks(client, BLOCK_BYTES), random_chain(BLOCKS)
 
     assert keyspace.store(chain, device.blocks(range(BLOCKS))).stored == BLOCKS
@@ -277,10 +295,10 @@ def test_a_client_that_cannot_map_the_device_takes_the_next_transport(pool, devi
     assert client.stats().loaded_bytes == {"shm": BLOCKS * BLOCK_BYTES}
 
 
-def test_who_may_map_a_device(pool, long_lived_pool):
+def test_who_may_map_a_device(shared, long_lived_pool):
     """Whoever may open the node's Unix socket; nobody over TCP, and nothing of a node without a device."""
     for ready, uri, error in (
-        (pool.ready["n0"], "data", "over the node's Unix socket only"),
+        (shared.ready["n0"], "data", "over the node's Unix socket only"),
         (long_lived_pool.ready["n0"], "unix", "has no GPU memory"),
     ):
         where = ready[uri] if uri == "data" else f"unix://{ready[uri]}"
@@ -288,7 +306,7 @@ def test_who_may_map_a_device(pool, long_lived_pool):
         with pytest.raises(kvpool.UsageError, match=error):
             connection.call(MapRequest(), MapReply, 5)
         connection.close()
-    assert not Path(pool.ready["n0"]["unix"]).stat().st_mode & 0o077
+    assert not Path(shared.ready["n0"]["unix"]).stat().st_mode & 0o077
 
 
 @pytest.mark.parametrize(
@@ -303,10 +321,10 @@ def test_who_may_map_a_device(pool, long_lived_pool):
         ({"vram": "1MiB", "device": "cuda:0"}, "pip install 'kvpool[cuda13]'"),
     ],
 )
-def test_a_device_that_cannot_be_is_refused_with_what_to_do(pool, options, error):
+def test_a_device_that_cannot_be_is_refused_with_what_to_do(shared, options, error):
     given = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
-    where = ["--node-id=n1", f"--meta={pool.uri}", f"--segment-dir={pool.directory}"]
-    where += ["--data-port=0", "--grpc-port=0", f"--unix-socket={pool.directory}/n1.sock"]
+    where = ["--node-id=n1", f"--meta={shared.uri}", f"--segment-dir={shared.directory}"]
+    where += ["--data-port=0", "--grpc-port=0", f"--unix-socket={shared.directory}/n1.sock"]
     command = [sys.executable, "-m", "tests.host_device", "node", *where, *given]
 
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -314,4 +332,4 @@ def test_a_device_that_cannot_be_is_refused_with_what_to_do(pool, options, error
     assert ended.returncode in {1, 2, 3}
     assert error in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr
-    assert not list(pool.directory.glob("kvpool-n1.*"))
+    assert not list(shared.directory.glob("kvpool-n1.*"))
