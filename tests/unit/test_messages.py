@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from kvpool.core.errors import ProtocolError
+from kvpool.transport import cuda
 from kvpool.transport.ucx import messages as ucx_messages
 from kvpool.transport.wire import messages
 from kvpool.transport.wire.messages import (
@@ -34,8 +35,8 @@ NESTED = [
 
 
 def test_every_kind_has_its_own_number_and_replies_are_odd():
-    both = [*vars(messages).values(), *vars(ucx_messages).values()]
-    named = {cls for cls in both if isinstance(cls, type) and issubclass(cls, Message) and cls.kind}
+    defined = [value for module in (messages, ucx_messages, cuda) for value in vars(module).values()]
+    named = {cls for cls in defined if isinstance(cls, type) and issubclass(cls, Message) and cls.kind}
     replies = {cls.__name__ for cls in named if cls.kind % 2}
 
     assert set(KINDS.values()) == named
