@@ -4,15 +4,16 @@ As over `shm` the node is asked only to prepare and commit writes, and acceptanc
 computed there. Blocks in host memory, and what is on the node's disk, go over the node's Unix socket.
 """
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.directory import VRAM
-from kvpool.core.errors import ProtocolError
+from kvpool.core.errors import KvpoolError, ProtocolError
 from kvpool.transport.base import ReadBatch, Transport, WriteBatch
-from kvpool.transport.blocks import FarBlocks
+from kvpool.transport.blocks import DeviceMemory, FarBlocks
 from kvpool.transport.copying import begin_store_slots, fits
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.devices import attach
@@ -25,6 +26,8 @@ from kvpool.transport.wire.messages import CommitSlotsRequest, Message, pack
 from kvpool.transport.writing import Commit, write_grants
 
 HANDLE_BYTES_MAX = 4096
+
+log = logging.getLogger("kvpool.transport")
 
 
 class MapRequest(Message, frozen=True):
@@ -43,6 +46,15 @@ class MapReply(Message, frozen=True):
     size_bytes: int
 
 
+def _attach(uri: str, reply: MapReply) -> DeviceMemory:
+    """The node's memory, mapped. Where that cannot be, the way that is taken instead is slower: say so."""
+    try:
+        return attach(reply.device, reply.handle, reply.size_bytes)
+    except KvpoolError as error:
+        log.warning("the GPU memory of %s cannot be mapped: %s", uri, error)
+        raise
+
+
 class CudaTransport(Transport):
     """A node's mapped GPU memory; ``cuda:///path`` is the node's Unix socket."""
 
@@ -59,7 +71,7 @@ class CudaTransport(Transport):
             if len(reply.handle) > HANDLE_BYTES_MAX or reply.size_bytes < 1:
                 raise ProtocolError(f"{uri} offers {reply.size_bytes} bytes by {len(reply.handle)} bytes of a handle")
             self._segment_id = reply.segment_id
-            self._memory = attach(reply.device, reply.handle, reply.size_bytes)
+            self._memory = _attach(uri, reply)
         except BaseException:
             self.close()
             raise

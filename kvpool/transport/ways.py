@@ -11,7 +11,7 @@ from kvpool.transport.registry import SCHEMES, open_transport, prepare_transport
 
 CONNECT_TIMEOUT_S = 1.0
 
-LOCAL_SCHEMES = frozenset({"inproc", "shm", "unix"})
+LOCAL_SCHEMES = frozenset({"inproc", "cuda", "shm", "unix"})
 """What reaches nodes of this host only: that it reaches no other says nothing."""
 
 log = logging.getLogger("kvpool.transport")
