@@ -81,6 +81,18 @@ def used_bytes(pool: Pool, node_id: str) -> int:
         return node.Stat(store_node_pb2.StatRequest(), timeout=5).node.segments[0].used_bytes
 
 
+def unread_bytes(process: psutil.Process) -> int:
+    """What has arrived for a frozen process over TCP."""
+    ends = {(c.laddr.port, c.raddr.port) for c in process.net_connections("tcp4") if c.raddr}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    found = [(_port(row[1]), _port(row[2]), int(row[4].partition(":")[2], 16)) for row in rows]
+    return sum(unread for ours, theirs, unread in found if (ours, theirs) in ends)
+
+
+def _port(address: str) -> int:
+    return int(address.partition(":")[2], 16)
+
+
 def nothing_is_lent() -> bool:
     return all(side.arena.leased_bytes == 0 for side in _shared.values())
 
@@ -322,7 +334,7 @@ def test_a_client_killed_in_mid_read_harms_nobody_else(pool, child):
 
     with Frozen(node):
         ask(process, "load")
-        eventually(lambda: helper.cpu_times().user >= 0 and len(helper.net_connections()) > 1)
+        eventually(lambda: unread_bytes(node))  # what it asks for
         process.kill()
         helper.wait()
 
@@ -350,20 +362,31 @@ def test_a_writer_killed_while_it_is_read_from_leaves_nothing_behind(pool, child
 
 
 @pytest.mark.parametrize("whose", ["node", "client"])
-def test_a_ucx_process_that_ends_is_started_again(pool, rng, whose):
-    chain, blocks, loaded = random_chain(20), random_blocks(rng, 20), blank(20)
-    keyspace = open_blocks(pool.connect("ucx"))
+def test_a_ucx_process_that_ends_in_mid_read_costs_no_block_and_is_started_again(pool, rng, whose):
+    chain, blocks, loaded = random_chain(50), random_blocks(rng, 50), blank(50)
+    client = pool.connect("ucx")
+    keyspace = open_blocks(client)
     keyspace.store(chain, blocks)
-    keyspace.load(chain, loaded)
-    process = helper_of(pool.nodes["n0"].pid if whose == "node" else os.getpid())
+    keyspace.load(chain[:1], blank(1))
+    helpers = {"node": helper_of(pool.nodes["n0"].pid), "client": helper_of(os.getpid())}
 
-    process.kill()
-
-    eventually(lambda: keyspace.load(chain, loaded.copy()).loaded == 20)
-    eventually(lambda: keyspace.store(random_chain(5), random_blocks(rng, 5)).stored == 5)
-    loaded[:] = 0
-    assert keyspace.load(chain, loaded).loaded == 20
+    with ThreadPoolExecutor(1) as threads, Frozen(helpers["node"]):
+        reading = threads.submit(keyspace.load, chain, loaded, timeout_s=TEST_S_MAX)
+        eventually(lambda: not nothing_is_lent())
+        helpers[whose].kill()
+        assert reading.result().loaded == 50
     np.testing.assert_array_equal(blocks, loaded)
+
+    def is_back() -> bool:
+        loaded[:] = 0
+        assert keyspace.load(chain, loaded).loaded == 50
+        return client.status(reach=True).nodes[0].carrier == "tcp/lo"
+
+    eventually(is_back)
+    np.testing.assert_array_equal(blocks, loaded)
+    assert client.stats().verify_failures == 0
+    eventually(nothing_is_lent)
+    eventually(lambda: keyspace.store(random_chain(5), random_blocks(rng, 5)).stored == 5)
 
 
 def test_ucx_processes_rest_when_nothing_moves_and_end_with_their_parents(pool, rng):

@@ -177,7 +177,7 @@ class UcxProcess:
         life, pool = self._pool(deadline)
         until = Deadline(MEET_S)
         with ExitStack() as stack:
-            connection = stack.enter_context(pool.connection(deadline.left_s()))
+            connection = self._borrow(stack, pool, deadline)
             connection.post(PeerRequest(region.agent, region.address, region.size_bytes), deadline.left_s())
             if not connection.readable(min(MEET_S, deadline.left_s())):
                 lent = stack.pop_all()
@@ -249,9 +249,18 @@ class UcxProcess:
             raise StalledError("earlier reads of the peer's memory have not ended")
         request = TransferRequest(peer.number, pages_each, ours.tobytes(), theirs.tobytes())
         with ExitStack() as stack:
-            connection = stack.enter_context(pool.connection(deadline.left_s()))
+            connection = self._borrow(stack, pool, deadline)
             connection.post(request, deadline.left_s())
             return Transfer(self, stack.pop_all(), connection, peer)
+
+    def _borrow(self, stack: ExitStack, pool: ConnectionPool, deadline: Deadline) -> Connection:
+        """A connection to the process for as long as ``stack`` is open; raises as `start`."""
+        try:
+            return stack.enter_context(pool.connection(deadline.left_s()))
+        except ClosedError as error:
+            if self._closed:
+                raise
+            raise UnavailableError("the UCX process has just ended") from error
 
     def outlast(self, peer: Peer, wait: Callable[[], None]) -> None:
         """Run ``wait``, which waits for a late transfer of ``peer``, on a thread of its own."""

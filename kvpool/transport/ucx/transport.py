@@ -158,6 +158,8 @@ class UcxTransport(Transport):
 
     def _pause(self, why: object) -> None:
         """Leave UCX alone for a while: it does not reach the node, or the node's does not reach this process."""
+        if self._is_paused():
+            return  # by another stream
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_MAX_S)
         self._paused_until_s = time.monotonic() + pause_s
         self._known_life = 0
@@ -217,20 +219,20 @@ class UcxTransport(Transport):
         return verdicts(found, batch.checksums[some].tolist())
 
     def _peer(self, segment_id: bytes, deadline: Deadline) -> tuple[Peer, Region]:
-        return self._peers.get(segment_id, partial(self._meet, segment_id, deadline), deadline)
+        """The node's UCX process, met; raises StalledError when it is not in half of the time left."""
+        part = deadline.part(PATIENCE)
+        try:
+            return self._peers.get(segment_id, partial(self._meet, segment_id, part), part)
+        except UnavailableError as error:
+            self._pause(error)
+            raise StalledError(str(error)) from error
 
     def _meet(self, segment_id: bytes, deadline: Deadline) -> tuple[Peer, Region]:
         with self._connections.connection(deadline.left_s()) as connection:
             region = connection.call(OfferRequest(segment_id), Region, deadline.left_s())
         if region.size_bytes == NOT_MAPPED:
             raise OnDiskError(segment_id.hex())
-        try:
-            peer = self._side.process.meet(region, deadline.part(PATIENCE))
-        except DeadlineError:
-            raise  # the process is still starting: that says nothing of the node
-        except UnavailableError as error:
-            self._pause(error)
-            raise
+        peer = self._side.process.meet(region, deadline)
         fell_back_before = self.fell_back
         self.carrier = self._side.process.carrier
         self.fell_back = _fell_back(self.carrier)
