@@ -12,6 +12,9 @@ from tests.vllm.engines import Engine, soon
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
 
+STEP = {"KVPOOL_PROBE_LOAD_STEP": str(2 * BLOCK_BYTES)}
+"""Loads go in many steps."""
+
 LENGTHS = [33, 101, 300, 1_500]
 
 
@@ -27,7 +30,7 @@ _seeds = itertools.count(1 << 33)
 
 
 @pytest.fixture(scope="module")
-def engines(model, tmp_path_factory):
+def started_engines(model, tmp_path_factory):
     """The pool, and two engines that have no way to it but UCX."""
     logs = tmp_path_factory.mktemp("engines")
     with ExitStack() as stack:
@@ -35,18 +38,39 @@ def engines(model, tmp_path_factory):
         patch.setenv("UCX_TLS", "tcp,self")
         pool = Pool(tmp_path_factory.mktemp("pool"), stack)
         pool.start_meta(**META)
-        pool.start_node("n0", "64MiB", ucx=True)
         started = []
         for name in ("first", "second"):
             settings = {"pool": pool.uri, "transports": ["ucx"], **SHORT}
-            started.append(Engine(model, logs / f"{name}.log", pool=settings, **ENGINE))
+            started.append(Engine(model, logs / f"{name}.log", pool=settings, environ=STEP, **ENGINE))
             stack.callback(started[-1].close)
         for engine in started:
             engine.wait_ready()
-            soon(lambda engine=engine: uses_pool(engine), "the engine has reached the pool")
         yield pool, *started
         for engine in started:
             engine.quit()
+
+
+@pytest.fixture
+def engines(started_engines):
+    """The same, with a node that runs."""
+    pool, *both = started_engines
+    if "n0" not in pool.nodes:
+        pool.start_node("n0", "64MiB", ucx=True)
+    for engine in both:
+        engine.reset()
+        soon(lambda engine=engine: uses_pool(engine), "the engine uses the pool")
+    return pool, *both
+
+
+def loaded_bytes(engine):
+    """What it has loaded, all of it over UCX."""
+    by_transport = engine.worker()["loaded_bytes"]
+    assert by_transport.keys() <= {"ucx"}
+    return by_transport.get("ucx", 0)
+
+
+def kill_node(pool):
+    pool.kill(pool.nodes.pop("n0"))
 
 
 def test_what_one_engine_computed_the_other_loads_over_ucx(engines, prompt):
@@ -54,18 +78,19 @@ def test_what_one_engine_computed_the_other_loads_over_ucx(engines, prompt):
     prompts = [prompt(length) for length in LENGTHS]
     computed = [first.ask(asked) for asked in prompts]
     first.wait_saved()
+    before, failures = loaded_bytes(second), [engine.count("load_failures") for engine in (first, second)]
 
     loaded = [second.ask(asked) for asked in prompts]
 
     assert [answer.tokens for answer in loaded] == [answer.tokens for answer in computed]
     blocks = [length // BLOCK_TOKENS for length in LENGTHS]
     assert [answer.cached_tokens for answer in loaded] == [count * BLOCK_TOKENS for count in blocks]
-    assert second.worker()["loaded_bytes"] == {"ucx": sum(blocks) * BLOCK_BYTES}
+    assert loaded_bytes(second) - before == sum(blocks) * BLOCK_BYTES
     saved, taken = first.worker()["saved"], second.worker()["loaded"]
     assert {key: saved[key] for key in taken} == taken, "byte for byte"
     for engine in (first, second):
         engine.check_idle()
-        assert engine.count("load_failures") == 0
+    assert [engine.count("load_failures") for engine in (first, second)] == failures
 
 
 def test_engines_answer_on_when_the_node_dies(engines, prompt):
@@ -74,7 +99,25 @@ def test_engines_answer_on_when_the_node_dies(engines, prompt):
     computed = first.ask(asked)
     first.wait_saved()
 
-    pool.kill(pool.nodes["n0"])
+    kill_node(pool)
 
     assert second.ask(asked).tokens == computed.tokens
+    second.check_alive()
+
+
+def test_engines_answer_on_when_the_node_dies_in_mid_load(engines, prompt):
+    pool, first, second = engines
+    asked = prompt(1_100)
+    computed = first.ask(asked)
+    first.wait_saved()
+    failures, tokens = second.count("load_failures"), second.count("load_tokens")
+
+    with second.hold("scatter") as wait_held:  # the first step of several has been read
+        running = second.start(asked)
+        wait_held()
+        kill_node(pool)
+
+    assert running.answer().tokens == computed.tokens
+    assert second.count("load_failures") == failures + 1
+    assert second.count("load_tokens") == tokens + 2 * BLOCK_TOKENS
     second.check_alive()
