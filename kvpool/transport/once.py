@@ -65,13 +65,18 @@ class OpenOnce(Generic[Key, Value]):
         with self._lock:
             return list(self._values.items())
 
+    def drop_all(self) -> None:
+        """Close everything that is open now."""
+        with self._lock:
+            values, self._values = list(self._values.values()), {}
+        for value in values:
+            self._close_value(value)
+
     def close(self) -> None:
         """Close everything, for good."""
         with self._lock:
             self._closed = True
-            values, self._values = list(self._values.values()), {}
-        for value in values:
-            self._close_value(value)
+        self.drop_all()
 
     def _keep(self, key: Key, value: Value) -> Value:
         with self._lock:

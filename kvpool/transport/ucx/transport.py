@@ -38,6 +38,9 @@ BLOCK_BYTES_MAX = REGION_BYTES // 4
 PATIENCE = 0.5
 """Part of the time left that UCX gets for one transfer; the rest is for frames."""
 
+PATIENCE_S = 0.1
+"""What UCX does not do in less says nothing of the node."""
+
 PAUSE_FIRST_S = 5.0
 PAUSE_MAX_S = 300.0
 """How long all goes through frames when UCX does not reach the node; then it is tried again. Doubles each time."""
@@ -81,7 +84,11 @@ class UcxTransport(Transport):
     def reach(self, segment_id: bytes, deadline: Deadline) -> None:
         """See `Transport.reach`."""
         if not self._is_paused():
-            self._peer(segment_id, deadline)
+            try:
+                self._peer(segment_id, deadline)
+            except StalledError as error:
+                self._pause(error)
+                raise
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`."""
@@ -164,6 +171,7 @@ class UcxTransport(Transport):
         self._paused_until_s = time.monotonic() + pause_s
         self._known_life = 0
         self.carrier, self.fell_back = FRAMES, True
+        self._peers.drop_all()  # so that the next read meets the node, and what carries that is known
         log.warning("%s is left to frames for %g s: %s", self._connections.uri, pause_s, why)
 
     def _is_known(self, deadline: Deadline) -> bool:
@@ -203,17 +211,17 @@ class UcxTransport(Transport):
         lease = arena.lease(len(blocks), pages_each, deadline)
         release = partial(arena.release, lease)
         try:
+            part = deadline.part(PATIENCE)
             transfer = process.begin(peer, pages_each, lease.slots, slots, deadline)
         except BaseException:
             release()
             raise
         try:
-            try:
-                transfer.wait(deadline.part(PATIENCE), lambda: self._is_wanted(node))
-            except DeadlineError as error:
-                raise StalledError(f"{len(blocks)} blocks did not come in time") from error
+            transfer.wait(part, lambda: self._is_wanted(node))
             self._pause_s = PAUSE_FIRST_S
             found = load_slots(arena.payload, lease.slots, batch.destinations.select(blocks), seeds[some])
+        except DeadlineError as error:
+            raise _stalled(error, part) from error
         finally:
             transfer.when_ended(release)
         return verdicts(found, batch.checksums[some].tolist())
@@ -224,8 +232,7 @@ class UcxTransport(Transport):
         try:
             return self._peers.get(segment_id, partial(self._meet, segment_id, part), part)
         except UnavailableError as error:
-            self._pause(error)
-            raise StalledError(str(error)) from error
+            raise _stalled(error, part) from error
 
     def _meet(self, segment_id: bytes, deadline: Deadline) -> tuple[Peer, Region]:
         with self._connections.connection(deadline.left_s()) as connection:
@@ -291,6 +298,13 @@ class UcxTransport(Transport):
         ready, blocks, lease = pulling.popleft()
         self._side.arena.release(lease)
         ready.spread(blocks, unpack("statuses", answer, "u1", len(blocks)).tolist())
+
+
+def _stalled(error: UnavailableError, part: Deadline) -> UnavailableError:
+    """What ``error`` means when UCX had ``part`` of a call's time: too little says nothing of the node."""
+    if isinstance(error, DeadlineError) and part.timeout_s < PATIENCE_S:
+        return error
+    return StalledError(str(error))
 
 
 def _fell_back(carrier: str) -> bool:
