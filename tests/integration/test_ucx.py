@@ -44,28 +44,21 @@ def tcp_underneath(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def calm_pool(tmp_path_factory):
-    """A pool that tests share: they break nothing."""
+def long_lived_pool(tmp_path_factory):
+    """A pool for all tests here; what one breaks is whole again before the next."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", "tcp,self")
         pool = Pool(tmp_path_factory.mktemp("pool"), stack)
         pool.start_meta(**{"expected-nodes": 1})
-        pool.start_node("n0", "512MiB", ucx=True)
         yield pool
 
 
 @pytest.fixture
-def shared(calm_pool):
+def pool(long_lived_pool):
+    if "n0" not in long_lived_pool.nodes or not psutil.pid_exists(long_lived_pool.nodes["n0"].pid):
+        long_lived_pool.start_node("n0", "512MiB", ucx=True)
     with ExitStack() as stack:
-        yield replace(calm_pool, stack=stack)
-
-
-@pytest.fixture
-def pool(start_pool):
-    """A pool of its own for a test that breaks it."""
-    pool = start_pool(nodes=0)
-    pool.start_node("n0", "256MiB", ucx=True)
-    return pool
+        yield replace(long_lived_pool, stack=stack)
 
 
 def helper_of(pid: int) -> psutil.Process:
@@ -117,10 +110,10 @@ def _state(pid: int, thread: int) -> str:
     return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_another_client_loads_what_one_stored(shared, rng):
+def test_another_client_loads_what_one_stored(pool, rng):
     chain, blocks, loaded = random_chain(200), random_blocks(rng, 200), blank(200)
-    writer = open_blocks(shared.connect("ucx"), model="shared")
-    client = shared.connect("ucx")
+    writer = open_blocks(pool.connect("ucx"), model="shared")
+    client = pool.connect("ucx")
     reader = open_blocks(client, model="shared")
 
     stored = writer.store(chain, blocks)
@@ -134,28 +127,28 @@ def test_another_client_loads_what_one_stored(shared, rng):
 
 
 @pytest.mark.parametrize("others", ["shm", "tcp"])
-def test_blocks_go_in_over_one_transport_and_out_over_another(shared, rng, others):
+def test_blocks_go_in_over_one_transport_and_out_over_another(pool, rng, others):
     for first, second in (("ucx", others), (others, "ucx")):
         chain, blocks, loaded = random_chain(8), random_blocks(rng, 8), blank(8)
-        assert open_blocks(shared.connect(first), model=f"from-{first}").store(chain, blocks).stored == 8
-        assert open_blocks(shared.connect(second), model=f"from-{first}").load(chain, loaded).loaded == 8
+        assert open_blocks(pool.connect(first), model=f"from-{first}").store(chain, blocks).stored == 8
+        assert open_blocks(pool.connect(second), model=f"from-{first}").load(chain, loaded).loaded == 8
         np.testing.assert_array_equal(blocks, loaded)
 
 
 # The longest goes through frames: it would take too much of the region at once.
 @pytest.mark.parametrize("block_bytes", [1, 4095, 4097, 300_000, 5 << 20, 20 << 20])
-def test_blocks_of_any_length_keep_every_byte(shared, rng, block_bytes):
+def test_blocks_of_any_length_keep_every_byte(pool, rng, block_bytes):
     chain, blocks, loaded = random_chain(3), random_blocks(rng, 3, block_bytes), blank(3, block_bytes)
-    keyspace = open_blocks(shared.connect("ucx"), block_bytes)
+    keyspace = open_blocks(pool.connect("ucx"), block_bytes)
 
     assert keyspace.store(chain, blocks).stored == 3
     assert keyspace.load(chain, loaded).loaded == 3
     np.testing.assert_array_equal(blocks, loaded)
 
 
-def test_pieces_and_slices_are_gathered_and_scattered(shared, rng):
+def test_pieces_and_slices_are_gathered_and_scattered(pool, rng):
     chain, blocks, loaded = random_chain(6), random_blocks(rng, 6), blank(6)
-    keyspace = open_blocks(shared.connect("ucx"))
+    keyspace = open_blocks(pool.connect("ucx"))
     cuts = (0, 10, 5000, BLOCK_BYTES)
 
     keyspace.store(chain, [[block[a:b] for a, b in pairwise(cuts)] for block in blocks])
@@ -165,8 +158,8 @@ def test_pieces_and_slices_are_gathered_and_scattered(shared, rng):
     np.testing.assert_array_equal(blocks[2:], loaded[2:])
 
 
-def test_calls_of_many_threads_share_one_region(shared, rng):
-    client = shared.connect("ucx", streams=4, timeout_s=30)
+def test_calls_of_many_threads_share_one_region(pool, rng):
+    client = pool.connect("ucx", streams=4, timeout_s=30)
     keyspace = open_blocks(client)
 
     def one(seed: int) -> bool:
@@ -244,7 +237,7 @@ def test_a_node_killed_in_mid_read_is_a_miss_at_once_and_its_blocks_return_with_
 
     assert missed.loaded == 0
     assert set(missed.reasons) == {kvpool.MissReason.NODE_DOWN}
-    pool.start_node("n0", "256MiB", ucx=True)
+    pool.start_node("n0", "512MiB", ucx=True)
     eventually(lambda: keyspace.match(chain).blocks == 50)
     eventually(lambda: keyspace.load(chain, loaded).loaded == 50)
     np.testing.assert_array_equal(blocks, loaded)
@@ -405,11 +398,11 @@ def test_ucx_processes_rest_when_nothing_moves_and_end_with_their_parents(pool, 
     assert [helper.is_running() for helper in helpers] == [False, False]
 
 
-def test_what_ucx_has_chosen_is_shown(shared):
-    client = shared.connect("ucx")
+def test_what_ucx_has_chosen_is_shown(pool):
+    client = pool.connect("ucx")
     (node,) = client.status(reach=True).nodes
     shown = subprocess.run(
-        [sys.executable, "-m", "kvpool.cli.main", "status", f"--pool={shared.uri}", "--transports=ucx"],
+        [sys.executable, "-m", "kvpool.cli.main", "status", f"--pool={pool.uri}", "--transports=ucx"],
         capture_output=True,
         text=True,
         env=os.environ | {"COLUMNS": "200"},
@@ -421,8 +414,8 @@ def test_what_ucx_has_chosen_is_shown(shared):
     assert "ucx (tcp/lo)" in shown.stdout
 
 
-def test_a_fall_to_tcp_that_nobody_asked_for_is_counted(shared, monkeypatch):
-    client = shared.connect("ucx")
+def test_a_fall_to_tcp_that_nobody_asked_for_is_counted(pool, monkeypatch):
+    client = pool.connect("ucx")
     monkeypatch.delenv("UCX_TLS")
 
     client.status(reach=True)
