@@ -289,7 +289,7 @@ def test_closing_the_client_ends_a_read_under_way(pool, rng):
 CLIENT = """
 import sys, kvpool, numpy as np
 pool = kvpool.connect(sys.argv[1], transports=["ucx"], timeout_s=60)
-blocks = pool.namespace(kvpool.Namespace(model="killed", block_tokens=16, block_bytes=65536))
+blocks = pool.namespace(kvpool.Namespace(model=sys.argv[2], block_tokens=16, block_bytes=65536))
 chain = [bytes([i]) * 32 for i in range(50)]
 blocks.load(chain[:1], np.empty((1, 65536), np.uint8))
 print("ready", flush=True)
@@ -305,11 +305,11 @@ for line in sys.stdin:
 @pytest.fixture
 def child(pool, rng):
     """Another client, in a process that can be killed; and the 50 blocks that it loads."""
-    blocks = random_blocks(rng, 50)
-    keyspace = open_blocks(pool.connect("ucx"), model="killed")
+    blocks, model = random_blocks(rng, 50), f"killed-{os.urandom(4).hex()}"
+    keyspace = open_blocks(pool.connect("ucx"), model=model)
     keyspace.store([bytes([i]) * 32 for i in range(50)], blocks)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", CLIENT, pool.uri], **pipes) as child:
+    with subprocess.Popen([sys.executable, "-c", CLIENT, pool.uri, model], **pipes) as child:
         assert child.stdout.readline() == "ready\n"
         yield child, keyspace, blocks
         child.kill()
