@@ -40,6 +40,6 @@ def plot(rows: Sequence[SimulateRow], title: str, path: Path) -> None:
 def require_matplotlib() -> None:
     """Raise UsageError where it is missing: before minutes of simulation, not after."""
     try:
-        import matplotlib  # noqa: F401, PLC0415
+        import matplotlib as mpl  # noqa: F401, PLC0415
     except ImportError as error:
         raise UsageError("--plot needs matplotlib; install it: pip install 'kvpool[plot]'") from error

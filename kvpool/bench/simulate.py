@@ -79,21 +79,24 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.bytes_per_token is not None:
             at_least("bytes-per-token", self.bytes_per_token)
 
-    def capacity_blocks(self, capacity: str, workload: Workload) -> int:
-        """Blocks of ``workload`` that ``capacity`` holds.
+    def part_and_blocks(self, capacity: str, workload: Workload) -> tuple[float, int]:
+        """What part of the unique blocks of ``workload`` a ``capacity`` is, and how many blocks it holds.
 
         Raises:
             UsageError: It is no percentage above 0 and no size, or holds no block.
         """
+        unique_blocks = max(1, workload.unique_blocks())
         if capacity.endswith("%"):
-            blocks = int(_percentage(capacity) / 100 * workload.unique_blocks())
+            part = _percentage(capacity) / 100
+            blocks = int(part * unique_blocks)
         elif self.bytes_per_token is None:
             raise UsageError(f"capacity {capacity!r} is a size: say with --bytes-per-token how much KV a token takes")
         else:
             blocks = parse_size(capacity) // (self.bytes_per_token * workload.block_tokens)
+            part = blocks / unique_blocks
         if blocks < self.engines:
             raise UsageError(f"capacity {capacity!r} is {blocks} blocks for {self.engines} engines; give more")
-        return blocks
+        return part, blocks
 
 
 def simulate(
@@ -104,16 +107,16 @@ def simulate(
     Raises:
         UsageError: A capacity is not valid; nothing was simulated then.
     """
-    capacities = [settings.capacity_blocks(capacity, workload) for capacity in settings.capacities]
-    unique_blocks, ideal = workload.unique_blocks(), ideal_hit_rate(workload)
+    capacities = [settings.part_and_blocks(capacity, workload) for capacity in settings.capacities]
+    ideal = ideal_hit_rate(workload)
     block_bytes = settings.bytes_per_token and settings.bytes_per_token * workload.block_tokens
     for policy in settings.policies:
-        for blocks in capacities:
+        for part, blocks in capacities:
             shared = _rate(workload, policy, blocks, 1, on_request)
             private = _rate(workload, policy, blocks, settings.engines) if settings.engines > 1 else None
             yield SimulateRow(
                 policy=policy,
-                capacity=rounded(blocks / unique_blocks),
+                capacity=rounded(part),
                 hit_rate=rounded(shared),
                 private_hit_rate=None if private is None else rounded(private),
                 ideal_hit_rate=rounded(ideal),

@@ -1,5 +1,6 @@
 """`kvpool demo`: runs engines against a real pool on this machine and shows what the pool saved them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
