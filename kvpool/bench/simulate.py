@@ -17,7 +17,7 @@ from kvpool.core.directory import DirectoryConfig
 from kvpool.core.errors import UsageError
 from kvpool.core.units import parse_size
 
-POLICIES = ("lru",)
+POLICIES = ("default", "lru")
 CAPACITIES = "1%,2%,5%,10%,15%,20%,25%,50%,75%,100%"
 CAPACITIES_MAX = 100
 ENGINES_MAX = 1_024
