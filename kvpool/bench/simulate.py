@@ -1,23 +1,27 @@
 """How large a pool a workload needs: replayed against the directory alone, at several capacities and policies.
 
-Nothing is approximated: each row is one pass of the real directory, with its placement, leases and eviction, on the
-workload's own clock. Blocks are placed on one segment, as a pool of equal nodes places them nearly.
+Nothing is approximated: each row of a policy that a pool can run is one pass of the real directory on the workload's
+own clock, with one segment. Reference policies (`kvpool.bench.policies`) are caches of single blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from kvpool.bench.engine import engine_of
 from kvpool.bench.hitrate import hit_rate, ideal_hit_rate
 from kvpool.bench.measure import at_least, rounded
+from kvpool.bench.policies import REFERENCES, block_hits, optimal_hits
 from kvpool.bench.replay import Replay
-from kvpool.bench.workload import Workload
+from kvpool.bench.workload import Request, Workload
 from kvpool.core.directory import DirectoryConfig
 from kvpool.core.errors import UsageError
+from kvpool.core.eviction import POLICIES as DIRECTORY_POLICIES
 from kvpool.core.units import parse_size
 
-POLICIES = ("default", "lru")
+OPTIMAL = "optimal"
+"""Knows the future."""
+
+POLICIES = (*DIRECTORY_POLICIES, *REFERENCES, OPTIMAL)
 CAPACITIES = "1%,2%,5%,10%,15%,20%,25%,50%,75%,100%"
 CAPACITIES_MAX = 100
 ENGINES_MAX = 1_024
@@ -63,7 +67,7 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
         UsageError: A name, number or size is not valid.
     """
 
-    policies: tuple[str, ...] = POLICIES
+    policies: tuple[str, ...] = ("default",)
     capacities: tuple[str, ...] = tuple(CAPACITIES.split(","))
     engines: int = 1
     bytes_per_token: int | None = None
@@ -136,18 +140,23 @@ def _rate(
     workload: Workload, policy: str, blocks: int, engines: int, on_request: Callable[[], None] = lambda: None
 ) -> float:
     """Hit rate of ``engines`` pools of equal parts of ``blocks``, which take the requests in turn."""
-    pools = [_pool(policy, blocks // engines) for _ in range(engines)]
     hit_blocks = 0
-    for i, request in enumerate(workload.requests):
-        hit_blocks += pools[engine_of(i, engines)].serve(request)
-        on_request()
+    for engine in range(engines):
+        for hits in _hits(workload.requests[engine::engines], policy, blocks // engines):
+            hit_blocks += hits
+            on_request()
     return hit_rate(hit_blocks, workload)
 
 
-def _pool(policy: str, blocks: int) -> Replay:
+def _hits(requests: Sequence[Request], policy: str, blocks: int) -> Iterator[int]:
+    """Leading blocks of each request that are there."""
+    if policy == OPTIMAL:
+        return optimal_hits(requests, blocks)
+    if policy in REFERENCES:
+        return block_hits(REFERENCES[policy](blocks), requests)
     replay = Replay(DirectoryConfig(policy=policy, tombstones=0))
     replay.add_segment(0, blocks)
-    return replay
+    return map(replay.serve, requests)
 
 
 def _percentage(text: str) -> float:

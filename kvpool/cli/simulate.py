@@ -36,7 +36,7 @@ def simulate(
     capacity: Annotated[
         str, typer.Option(help="Sizes of the pool: parts of the unique blocks (10%), or sizes (64GiB).")
     ] = CAPACITIES,
-    policy: Annotated[str, typer.Option(help=f"One or more of {','.join(POLICIES)}.")] = POLICIES[0],
+    policy: Annotated[str, typer.Option(help=f"One or more of {','.join(POLICIES)}.")] = "default",
     engines: Annotated[
         int, typer.Option(min=1, max=ENGINES_MAX, help="Engines; with several, what private caches hit is shown too.")
     ] = 1,

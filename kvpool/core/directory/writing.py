@@ -143,11 +143,7 @@ class _Writer:
                 wants[i] = Want.IN_FLIGHT if in_flight else Want.EXISTS
                 i += 1
                 near = None if self._branches(row) else near
-                above = chain[i - 1]
-                continue
-            if self.use is None:
-                self.use = state.policy.begins(self.index.get(above, NIL), chain[i:], self.now_us)
-            if placed := self._place_run(chain, i, above, near) or self._place(chain, i, above, near):
+            elif placed := self._place_new(chain, i, above, near):
                 near, count = placed
                 i += count
             else:
@@ -156,6 +152,12 @@ class _Writer:
                 break
             above = chain[i - 1]
         return self._result(bytes(wants))
+
+    def _place_new(self, chain: list[bytes], i: int, above: bytes, near: Segment | None) -> tuple[Segment, int] | None:
+        """Reserve new blocks from ``i`` on, without evicting as long as that goes; where, and how many."""
+        if self.use is None:
+            self.use = self.state.policy.begins(self.index.get(above, NIL), chain[i:], self.now_us)
+        return self._place_run(chain, i, above, near) or self._place(chain, i, above, near)
 
     def _present(self, block_hash: bytes, above: bytes, block: int) -> int:
         """The row of a block that need not be written, or NIL."""

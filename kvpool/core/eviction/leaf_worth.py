@@ -146,22 +146,26 @@ class _Ranking:
             worst, oldest = self._by_worth[0], self._by_age[0][2]
             if not self._is_current(worst, now_us):
                 heappop(self._by_worth)
+                self._renew(worst, now_us)
             elif not self._is_current(oldest, now_us):
                 heappop(self._by_age)
+                self._renew(oldest, now_us)
             else:
                 worth, last_use_us, row, _ = worst if worst[0] * MARGIN < oldest[0] else oldest
                 return Candidate(VISIBLE, worth, last_use_us, row)
         return None
 
     def _is_current(self, head: _Head, now_us: int) -> bool:
-        """Whether the head is its queue's; a queue with another one is looked at again."""
+        """Whether the head is still the oldest leaf of its queue."""
         _, last_use_us, row, queue = head
         if self._heads.get(queue) is not head:
             return False
-        if self._leaves.oldest(self._segment, queue, now_us) == row and self._blocks.last_use_us[row] == last_use_us:
-            return True
-        self._look(queue, now_us)
-        return False
+        return self._leaves.oldest(self._segment, queue, now_us) == row and self._blocks.last_use_us[row] == last_use_us
+
+    def _renew(self, head: _Head, now_us: int) -> None:
+        """Look for another head in the place of this one, unless that was done."""
+        if self._heads.get(head[3]) is head:
+            self._look(head[3], now_us)
 
     def _look_at_all(self, now_us: int) -> None:
         self._heads.clear()

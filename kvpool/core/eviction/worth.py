@@ -29,6 +29,9 @@ AGE_MIN_US = 1_000
 PRIOR = 32.0
 """Blocks of a kind that count as much as what all others say of it."""
 
+PRIOR_ALL = 8.0
+"""The same for `PRIOR_CHANCE`, which is soon forgotten."""
+
 PRIOR_CHANCE = 0.02
 """Chance to be used again in a bin, before anything was seen."""
 
@@ -82,8 +85,7 @@ class Worth:
             return
         i = self._next
         self._next = (i + 1) % RECORDS
-        if self._age_us[i] == _PENDING:
-            del self._record_of[self._hashes[i]]
+        self._record_of.pop(self._hashes[i], None)
         self._hashes[i] = block_hash
         self._record_of[block_hash] = i
         self._kind[i], self._at_us[i], self._age_us[i] = kind_of(use), now_us, _PENDING
@@ -138,7 +140,7 @@ class Worth:
 
 def _worths(again: Floats, watched: Floats) -> NDArray[Any]:
     """Worth by kind and bin: the effects of gap and size on the chance within a tier multiply."""
-    chance_all = _chance(again.sum((0, 1, 2)), watched.sum((0, 1, 2)), np.full(BINS, PRIOR_CHANCE))
+    chance_all = _chance(again.sum((0, 1, 2)), watched.sum((0, 1, 2)), np.full(BINS, PRIOR_CHANCE), PRIOR_ALL)
     tier = _chance(again.sum((1, 2)), watched.sum((1, 2)), chance_all)[:, None, None]
     by_gap = _chance(again.sum(2, keepdims=True), watched.sum(2, keepdims=True), tier)
     by_size = _chance(again.sum(1, keepdims=True), watched.sum(1, keepdims=True), tier)
@@ -154,6 +156,6 @@ def _worths(again: Floats, watched: Floats) -> NDArray[Any]:
     return worths
 
 
-def _chance(again: Floats, watched: Floats, otherwise: Floats) -> Floats:
-    chance: Floats = (again + PRIOR * otherwise) / (watched + PRIOR)
+def _chance(again: Floats, watched: Floats, otherwise: Floats, prior: float = PRIOR) -> Floats:
+    chance: Floats = (again + prior * otherwise) / (watched + prior)
     return chance
