@@ -73,6 +73,9 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_token: int | None = None
 
     def __post_init__(self) -> None:
+        for what, words in (("policy", self.policies), ("capacity", self.capacities)):
+            if not words:
+                raise UsageError(f"no {what} was given; name one or more, separated by commas")
         for name in self.policies:
             if name not in POLICIES:
                 raise UsageError(f"policy {name!r} is not known; use one or more of {','.join(POLICIES)}")
