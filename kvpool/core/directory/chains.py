@@ -153,7 +153,7 @@ class Chains:
             self._wait(child, namespace, block_hash)
         self.fold(row, parent)
         if parent >= 0:
-            if blocks.state[row] != BlockState.IN_FLIGHT:
+            if blocks.use[row] and blocks.state[row] != BlockState.IN_FLIGHT:
                 blocks.use[parent] = inherited(blocks.use[parent], blocks.use[row])
             self._unlink(row, parent)
         elif parent == NIL:

@@ -31,9 +31,10 @@ class LeafLru:
 
     def first(self, segment: int, now_us: int) -> Candidate | None:
         """See `EvictionPolicy.first`."""
-        self._leaves.wake_held(segment, now_us)
+        leaves = self._leaves.of(segment, now_us)
+        leaves.woken.clear()
         for rank in (DORMANT, VISIBLE):
-            row = self._leaves.oldest(segment, rank, now_us)
+            row = self._leaves.oldest(leaves, rank, now_us)
             if row != NIL:
                 return Candidate(rank, 0.0, self._blocks.last_use_us[row], row)
         return None

@@ -5,7 +5,7 @@ entry that turns out to be too early is pushed again with the true time when it 
 an eviction O(log n) amortised. A row's entry counts only if it carries the time in `queued_at_us`; others are stale.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 from kvpool.core.directory.table import NEVER_US, NIL, BlockState, BlockTable
@@ -14,14 +14,21 @@ _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
 
-class _Segment:
-    """One segment's leaves: evictable ones by last use in each queue, held ones by the end of their hold."""
+class Leaves:
+    """One segment's leaves.
 
-    __slots__ = ("by_use", "held")
+    Attributes:
+        by_use: The evictable ones by last use, in each queue.
+        woken: Queues that leaves went to when their hold ended; who reads it clears it.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("by_use", "held", "segment", "woken")
+
+    def __init__(self, segment: int) -> None:
+        self.segment = segment
         self.by_use: dict[int, list[int]] = {}
         self.held: list[int] = []
+        self.woken: list[int] = []
 
 
 class LeafQueues:
@@ -35,45 +42,43 @@ class LeafQueues:
     def __init__(self, blocks: BlockTable, queue_of: Callable[[int], int]) -> None:
         self._blocks = blocks
         self._queue_of = queue_of
-        self._segments: dict[int, _Segment] = {}
+        self._segments: dict[int, Leaves] = {}
 
     def push(self, row: int) -> int | None:
         """Queue ``row`` on its home segment if it is a committed leaf; the queue it went to."""
-        if not self._is_leaf(row):
+        blocks = self._blocks
+        if blocks.first_child[row] != NIL or blocks.state[row] <= BlockState.IN_FLIGHT:
             return None
         queue = self._queue_of(row)
-        self._push_by_use(self._segment(self._blocks.home_segment[row]), queue, row)
+        leaves = self._segment(blocks.home_segment[row])
+        heap = leaves.by_use.get(queue)
+        if heap is None:
+            heap = leaves.by_use[queue] = []
+        self._push(heap, row, blocks.last_use_us[row])
         return queue
 
     def drop(self, segment: int) -> None:
         """Forget the segment's leaves."""
         self._segments.pop(segment, None)
 
-    def queues(self, segment: int) -> Iterable[int]:
-        """Numbers of the segment's queues, empty ones included."""
-        return self._segment(segment).by_use
+    def of(self, segment: int, now_us: int) -> Leaves:
+        """The segment's leaves, those among them whose hold has ended by ``now_us``."""
+        leaves = self._segment(segment)
+        if leaves.held and leaves.held[0] >> _ROW_BITS <= now_us:
+            self._wake_held(leaves, now_us)
+        return leaves
 
-    def wake_held(self, segment: int, now_us: int) -> list[int]:
-        """Queue the leaves whose hold has ended; the queues they went to."""
-        blocks, held = self._blocks, self._segment(segment).held
-        woken: list[int] = []
-        while held and held[0] >> _ROW_BITS <= now_us:
-            held_us, row = held[0] >> _ROW_BITS, held[0] & _ROW_MASK
-            heappop(held)
-            if blocks.queued_at_us[row] == held_us and blocks.home_segment[row] == segment:
-                queue = self.push(row)
-                if queue is not None:
-                    woken.append(queue)
-        return woken
-
-    def oldest(self, segment: int, queue: int, now_us: int) -> int:
+    def oldest(self, leaves: Leaves, queue: int, now_us: int) -> int:
         """The row of the queue's least recently used leaf that is not held, or NIL."""
-        blocks, leaves = self._blocks, self._segment(segment)
         heap = leaves.by_use.get(queue)
+        if not heap:
+            return NIL
+        blocks, segment = self._blocks, leaves.segment
         while heap:
             queued_us, row = heap[0] >> _ROW_BITS, heap[0] & _ROW_MASK
             is_current = blocks.queued_at_us[row] == queued_us and blocks.home_segment[row] == segment
-            if not is_current or not self._is_leaf(row) or self._queue_of(row) != queue:
+            is_leaf = blocks.first_child[row] == NIL and blocks.state[row] > BlockState.IN_FLIGHT
+            if not is_current or not is_leaf or self._queue_of(row) != queue:
                 heappop(heap)
             elif (hold_us := blocks.hold_us(row)) > now_us:
                 heappop(heap)
@@ -85,23 +90,24 @@ class LeafQueues:
                 return row
         return NIL
 
-    def _is_leaf(self, row: int) -> bool:
-        return self._blocks.first_child[row] == NIL and self._blocks.state[row] > BlockState.IN_FLIGHT
-
-    def _push_by_use(self, leaves: _Segment, queue: int, row: int) -> None:
-        heap = leaves.by_use.get(queue)
-        if heap is None:
-            heap = leaves.by_use[queue] = []
-        self._push(heap, row, self._blocks.last_use_us[row])
+    def _wake_held(self, leaves: Leaves, now_us: int) -> None:
+        blocks, held = self._blocks, leaves.held
+        while held and held[0] >> _ROW_BITS <= now_us:
+            held_us, row = held[0] >> _ROW_BITS, held[0] & _ROW_MASK
+            heappop(held)
+            if blocks.queued_at_us[row] == held_us and blocks.home_segment[row] == leaves.segment:
+                queue = self.push(row)
+                if queue is not None:
+                    leaves.woken.append(queue)
 
     def _push(self, heap: list[int], row: int, time_us: int) -> None:
         self._blocks.queued_at_us[row] = time_us
         heappush(heap, time_us << _ROW_BITS | row)
 
-    def _segment(self, segment: int) -> _Segment:
+    def _segment(self, segment: int) -> Leaves:
         leaves = self._segments.get(segment)
         if leaves is None:
-            leaves = self._segments[segment] = _Segment()
+            leaves = self._segments[segment] = Leaves(segment)
         return leaves
 
 

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 
 from kvpool.core.directory.table import NIL, BlockState, BlockTable
 from kvpool.core.eviction.base import DORMANT, VISIBLE, Candidate
-from kvpool.core.eviction.leaf_queues import LeafQueues
+from kvpool.core.eviction.leaf_queues import LeafQueues, Leaves
 from kvpool.core.eviction.use import BRANCHED, branched, continued, is_matched, kind_of, tier_of, written
 from kvpool.core.eviction.worth import Worth
 
@@ -72,9 +72,7 @@ class LeafWorth:
             use = kind_of(above_use) & ~3 | kind_of(written(0, 0, len(hashes)))
         else:  # its writer goes on
             use = kind_of(above_use)
-        if not is_branch:
-            worth.forget(blocks.hash[above])
-        worth.note(hashes[-1], use, now_us)
+        worth.note(hashes[-1], use, now_us, b"" if is_branch else blocks.hash[above])
         return use
 
     def lost(self, segment: int) -> None:
@@ -84,15 +82,16 @@ class LeafWorth:
 
     def first(self, segment: int, now_us: int) -> Candidate | None:
         """See `EvictionPolicy.first`."""
-        woken = self._leaves.wake_held(segment, now_us)
-        row = self._leaves.oldest(segment, _DORMANT_QUEUE, now_us)
+        leaves = self._leaves.of(segment, now_us)
+        row = self._leaves.oldest(leaves, _DORMANT_QUEUE, now_us)
         if row != NIL:
             return Candidate(DORMANT, 0.0, self._blocks.last_use_us[row], row)
         self._worth.refit(now_us)
         ranking = self._rankings.get(segment)
         if ranking is None:
-            ranking = self._rankings[segment] = _Ranking(self._blocks, self._leaves, self._worth, segment)
-        ranking.dirty.update(woken)
+            ranking = self._rankings[segment] = _Ranking(self._blocks, self._leaves, self._worth, leaves)
+        ranking.dirty.update(leaves.woken)
+        leaves.woken.clear()
         return ranking.first(now_us)
 
     def admits(self, use: int, victim: Candidate) -> bool:
@@ -124,11 +123,11 @@ class _Ranking:
         dirty: Queues whose oldest leaf may be another one than was known.
     """
 
-    def __init__(self, blocks: BlockTable, leaves: LeafQueues, worth: Worth, segment: int) -> None:
+    def __init__(self, blocks: BlockTable, queues: LeafQueues, worth: Worth, leaves: Leaves) -> None:
         self._blocks = blocks
-        self._leaves = leaves
+        self._queues = queues
         self._worth = worth
-        self._segment = segment
+        self._leaves = leaves
         self._heads: dict[int, _Head] = {}
         self._by_worth: list[_Head] = []
         self._by_age: list[tuple[int, int, _Head]] = []
@@ -160,7 +159,7 @@ class _Ranking:
         _, last_use_us, row, queue = head
         if self._heads.get(queue) is not head:
             return False
-        return self._leaves.oldest(self._segment, queue, now_us) == row and self._blocks.last_use_us[row] == last_use_us
+        return self._queues.oldest(self._leaves, queue, now_us) == row and self._blocks.last_use_us[row] == last_use_us
 
     def _renew(self, head: _Head, now_us: int) -> None:
         """Look for another head in the place of this one, unless that was done."""
@@ -172,7 +171,7 @@ class _Ranking:
         self._by_worth.clear()
         self._by_age.clear()
         self.dirty.clear()
-        for queue in self._leaves.queues(self._segment):
+        for queue in self._leaves.by_use:
             if queue != _DORMANT_QUEUE:
                 self._look(queue, now_us)
         heapify(self._by_worth)
@@ -181,7 +180,7 @@ class _Ranking:
         self._stale_us = now_us + age_us // STALE_AGE + 1
 
     def _look(self, queue: int, now_us: int) -> None:
-        row = self._leaves.oldest(self._segment, queue, now_us) if queue != _DORMANT_QUEUE else NIL
+        row = self._queues.oldest(self._leaves, queue, now_us) if queue != _DORMANT_QUEUE else NIL
         if row == NIL:
             self._heads.pop(queue, None)
             return

@@ -72,23 +72,31 @@ class Worth:
         part = min(place - step, 1.0)
         return float(row[step] + (row[step + 1] - row[step]) * part)
 
-    def note(self, block_hash: bytes, use: int, now_us: int) -> None:
-        """The block ends a chain that is used now; a record of it that is still open says nothing any more."""
+    def note(self, block_hash: bytes, use: int, now_us: int, instead_of: bytes = b"") -> None:
+        """A block ends a chain that is used now, perhaps instead of another one above it in the same use.
+
+        What was open of either says nothing any more.
+        """
+        i = self._record_of.pop(instead_of, None)
         self.forget(block_hash)
+        if i is None:
+            i = self._oldest_record()
         self._new += 1
+        self._record_of[block_hash] = i
+        self._hashes[i] = block_hash
+        self._kind[i], self._at_us[i], self._age_us[i] = kind_of(use), now_us, _PENDING
+
+    def _oldest_record(self) -> int:
+        """The place of a new record, or of the oldest, which is forgotten."""
         if len(self._hashes) < RECORDS:
-            self._record_of[block_hash] = len(self._hashes)
-            self._hashes.append(block_hash)
-            self._kind.append(kind_of(use))
-            self._at_us.append(now_us)
-            self._age_us.append(_PENDING)
-            return
+            self._hashes.append(b"")
+            for column in (self._kind, self._at_us, self._age_us):
+                column.append(0)
+            return len(self._hashes) - 1
         i = self._next
         self._next = (i + 1) % RECORDS
         self._record_of.pop(self._hashes[i], None)
-        self._hashes[i] = block_hash
-        self._record_of[block_hash] = i
-        self._kind[i], self._at_us[i], self._age_us[i] = kind_of(use), now_us, _PENDING
+        return i
 
     def forget(self, block_hash: bytes) -> None:
         """The block no longer ends its chain."""
