@@ -23,7 +23,7 @@ def ideal_hit_rate(workload: Workload) -> float:
         # In a chain of hashes nothing after the first unseen block was seen, so counting is the leading run.
         hit_blocks += sum(block in seen for block in request.hashes)
         seen.update(request.hashes)
-    return _rate(hit_blocks, workload)
+    return hit_rate(hit_blocks, workload)
 
 
 def private_hit_rate(workload: Workload, engines: int, engine_pages: int) -> float:
@@ -34,8 +34,9 @@ def private_hit_rate(workload: Workload, engines: int, engine_pages: int) -> flo
         cache = caches[engine_of(i, engines)]
         hit_blocks += cache.match(request.hashes)
         cache.admit(request.hashes)
-    return _rate(hit_blocks, workload)
+    return hit_rate(hit_blocks, workload)
 
 
-def _rate(hit_blocks: int, workload: Workload) -> float:
+def hit_rate(hit_blocks: int, workload: Workload) -> float:
+    """The rate of so many hits over all requests of ``workload``."""
     return hit_blocks * workload.block_tokens / workload.input_tokens

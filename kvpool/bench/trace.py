@@ -105,7 +105,9 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Workload:
     size = block_tokens or _infer_block_tokens(lines, path.name)
     _check_block_tokens(lines, size, path.name)
     chains = Chains()
-    requests = (Request(x.input_length, chains.hashes(x.hash_ids[: x.input_length // size])) for x in lines)
+    requests = (
+        Request(x.input_length, chains.hashes(x.hash_ids[: x.input_length // size]), x.timestamp / 1_000) for x in lines
+    )
     return Workload(path.name, size, tuple(requests))
 
 

@@ -27,10 +27,12 @@ class Request(msgspec.Struct, frozen=True):
         input_tokens: Length of the prompt, its partial tail block included.
         hashes: Chained 32-byte hashes of its *full* blocks, from the root. The tail block has none: it is
             never stored.
+        arrival_s: When it arrived, in seconds from the beginning of the workload; None if nobody said.
     """
 
     input_tokens: int
     hashes: tuple[bytes, ...]
+    arrival_s: float | None = None
 
 
 class Workload(msgspec.Struct, frozen=True):

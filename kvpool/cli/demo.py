@@ -1,18 +1,17 @@
 """`kvpool demo`: runs engines against a real pool on this machine and shows what the pool saved them."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.console import Group, RenderableType
 
 from kvpool.bench.demo import ENGINES_MAX, NODES_MAX, DemoReport, DemoSettings, run_demo
 from kvpool.bench.trace import read_trace
-from kvpool.bench.workload import AgentSettings, Workload, agent_workload
+from kvpool.bench.workload import AgentSettings, agent_workload
 from kvpool.cli.output import Format, FormatOption, emit, table
+from kvpool.cli.progress import progress
 from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
 from kvpool.core.units import format_size, parse_size
 
@@ -62,21 +61,11 @@ def demo(
         agents = AgentSettings(conversations=conversations, turns=turns, block_tokens=block_tokens or 16, seed=seed)
         workload = agent_workload(agents)
     unwind_once(SESSION_ENDINGS)
-    with _progress(workload, shown=output is Format.TEXT) as on_request:
+    with progress("requests", len(workload.requests), shown=output is Format.TEXT) as on_request:
         report = run_demo(workload, settings, on_request)
     emit(report, output, _view(report))
     if report.mismatches:
         raise typer.Exit(_EXIT_FAILED)
-
-
-@contextlib.contextmanager
-def _progress(workload: Workload, *, shown: bool) -> Iterator[Callable[[], None]]:
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    disable = not (shown and console.is_terminal)
-    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
-        task = progress.add_task("requests", total=len(workload.requests))
-        yield lambda: progress.advance(task)
 
 
 def _view(report: DemoReport) -> RenderableType:

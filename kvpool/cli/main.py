@@ -27,6 +27,7 @@ _COMMANDS = {
     "verify": "Let nodes check all the blocks they hold.",
     "demo": "Run engines against a real pool and show what it saved them.",
     "demo-vllm": "Run two vLLM engines against a real pool and compare their times and answers.",
+    "simulate": "Replay a trace against the directory and show how large a pool it needs.",
     "bench": "Measure look-ups and transfers.",
     "vllm-config": "Print what `vllm serve` needs to be told to use a pool.",
     "config": "Show, check and document the settings.",

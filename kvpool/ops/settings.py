@@ -184,8 +184,8 @@ class MetaSettings(_ServerSettings):
     reflection: bool = False
     """Serve gRPC reflection."""
 
-    policy: Literal["lru"] = "lru"
-    """Eviction policy."""
+    policy: Literal["default", "lru"] = "lru"
+    """Eviction policy: lru evicts the oldest leaf, default the one that is least likely to be used again soon."""
 
     replicas_max: Annotated[int, Field(ge=1, le=REPLICAS_MAX)] = 2
     """Copies of a block that the pool makes by itself, the first one included; 1: no others."""

@@ -79,11 +79,11 @@ class Lease:
 class DirectoryModel:
     """Drives a directory as clients and nodes do, and checks every answer."""
 
-    def __init__(self, age_slack: float, *, with_disks: bool) -> None:
+    def __init__(self, age_slack: float, *, with_disks: bool, policy: str) -> None:
         self.clock = ManualClock()
         self.with_disks = with_disks
         self.config = DirectoryConfig(
-            age_slack=age_slack, lease_cap=0.3, pressure=0.8, replica_budget=1.0, demote_fill=0.2
+            policy=policy, age_slack=age_slack, lease_cap=0.3, pressure=0.8, replica_budget=1.0, demote_fill=0.2
         )
         self.directory = Directory(self.clock, self.config)
         self.segments = [
@@ -204,9 +204,10 @@ class DirectoryModel:
     ) -> None:
         refused = first + len(result.wants.rstrip(bytes([Want.NO_ROOM])))
         spared = None
-        if refused < len(hashes):
+        if refused < len(hashes):  # by a policy that learns perhaps since others are worth more
             spared = (namespace.id, PARENTS[hashes[refused]])
-            self._check_nothing_could_go(namespace, spared, after)
+            if self.config.policy == "lru":
+                self._check_nothing_could_go(namespace, spared, after)
         asked = {(namespace.id, h) for h in hashes[first:]}
         rewritten = {key for key in asked if key in before and before[key].is_partial}
         evictions = Evictions(before, after, rewritten, spared, self._may_go)
@@ -215,7 +216,8 @@ class DirectoryModel:
         evictions.check_leaves_went_first()
         if not self.with_disks:  # what was on disk too waits among the copies, by an age of its own
             evictions.check_copies_went_first(self.surplus_blocks())
-            evictions.check_oldest_went_first(self.now_us(), self.config.age_slack)
+            if self.config.policy == "lru":
+                evictions.check_oldest_went_first(self.now_us(), self.config.age_slack)
         for key in rewritten | evictions.evicted:
             self.pins.pop(key, None)
 

@@ -27,12 +27,13 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     age_slack = 0.0
     with_disks = False
+    policy = "lru"
     writes = Bundle("writes")
     copies = Bundle("copies")
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = DirectoryModel(self.age_slack, with_disks=self.with_disks)
+        self.pool = DirectoryModel(self.age_slack, with_disks=self.with_disks, policy=self.policy)
         self.directory = self.pool.directory
         self.applied = {"node-0": 0, "node-1": 0}
 
@@ -350,8 +351,15 @@ class RelaxedDirectoryMachine(DirectoryMachine):
 
 
 # Shrinking a failure takes longer than a test may.
+class LearningDirectoryMachine(DirectoryMachine):
+    """A policy that learns decides what goes; everything else holds as it does for LRU."""
+
+    policy = "default"
+
+
 TestDirectory = pytest.mark.timeout(900)(DirectoryMachine.TestCase)
 TestTieredDirectory = pytest.mark.timeout(900)(TieredDirectoryMachine.TestCase)
 # Each of its steps does the work of several.
 TieredDirectoryMachine.TestCase.settings = settings(max_examples=settings.default.max_examples // 4)
+TestLearningDirectory = pytest.mark.timeout(900)(LearningDirectoryMachine.TestCase)
 TestRelaxedDirectory = pytest.mark.timeout(900)(RelaxedDirectoryMachine.TestCase)

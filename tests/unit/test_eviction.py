@@ -390,7 +390,7 @@ def test_a_held_block_that_moved_to_another_segment_goes_when_its_hold_ends():
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(SettingsError, match="'fifo' is not known; use one of lru"):
+    with pytest.raises(SettingsError, match="'fifo' is not known; use one of default, lru"):
         create_policy("fifo", BlockTable())
 
 

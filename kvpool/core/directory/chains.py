@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.directory.table import NIL, ROOT, BlockState, BlockTable, Rows, view
+from kvpool.core.eviction.use import inherited
 
 Index = dict[bytes, int]
 
@@ -152,6 +153,8 @@ class Chains:
             self._wait(child, namespace, block_hash)
         self.fold(row, parent)
         if parent >= 0:
+            if blocks.use[row] and blocks.state[row] != BlockState.IN_FLIGHT:
+                blocks.use[parent] = inherited(blocks.use[parent], blocks.use[row])
             self._unlink(row, parent)
         elif parent == NIL:
             self._stop_waiting(row, namespace)

@@ -39,9 +39,13 @@ def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int,
     state.counts["blocks_matched"] += matched
     lease = 0
     if matched:
-        row = _touch(state, index, hashes, matched)
+        now_us = state.now_us()
+        row = index[hash_at(hashes, matched - 1)]
+        if state.blocks.held_until_us[row] <= now_us:  # else it is the same use: a scheduler that asks again
+            state.policy.matched(row, now_us)
+        state.blocks.last_use_us[row] = now_us
         if lease_s > 0 and matched > first:
-            until_us = state.now_us() + microseconds(lease_s + LEASE_MARGIN_S)
+            until_us = now_us + microseconds(lease_s + LEASE_MARGIN_S)
             state.hold(row, until_us)
             lease = state.leases.grant(row, (matched - first) * _block_bytes(entry), until_us)
     return Match(matched, _reason(state, entry, hashes, matched, blocks), lease)
@@ -64,7 +68,7 @@ def locate(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int
     index = state.chains.indexes[entry.number]
     matched = visible_prefix(state, index, hashes, blocks)
     if matched:
-        _touch(state, index, hashes, matched)
+        state.blocks.last_use_us[index[hash_at(hashes, matched - 1)]] = state.now_us()
     reason = _reason(state, entry, hashes, matched, blocks)
     return _gather(state, index, hashes, first, max(matched, first), shard, reason)
 
@@ -121,13 +125,6 @@ def _check_first(hashes: bytes, first: int) -> int:
     if not 0 <= first < blocks:
         raise InvalidHashError(f"first is {first}; it must be an index into the {blocks} hashes")
     return blocks
-
-
-def _touch(state: DirectoryState, index: Index, hashes: bytes, matched: int) -> int:
-    """Use the deepest matched block; its row."""
-    row = index[hash_at(hashes, matched - 1)]
-    state.blocks.last_use_us[row] = state.now_us()
-    return row
 
 
 def _reason(

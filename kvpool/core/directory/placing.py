@@ -45,14 +45,20 @@ class Placer:
         self._reclaim = reclaim
         self._age_slack = age_slack
 
-    def choose(self, slot_bytes: int, near: Segment | None, now_us: int) -> Segment | None:
-        """A segment with room for ``slot_bytes``, after evicting if it must be; None when everything is held."""
+    def choose(self, slot_bytes: int, near: Segment | None, now_us: int, use: int) -> Segment | None:
+        """A segment with room for ``slot_bytes``, after evicting if it must be.
+
+        None when everything is held, or worth more than a new block with ``use`` (`EvictionPolicy.admits`).
+        """
         tries_below = BELOW_MAX
         while True:
             segment = self._with_room(slot_bytes, near)
             if segment is not None:
                 return segment
-            if self._make_room(slot_bytes, near, now_us):
+            victim = self._victim(slot_bytes, near, now_us)
+            if victim is not None and victim.rank > DORMANT and not self._admits(use, victim):
+                return None
+            if self._make_room(slot_bytes, near, victim, now_us):
                 continue
             if not tries_below or not self._make_room_below(now_us):
                 return None
@@ -87,9 +93,12 @@ class Placer:
         roomy = [s for s in placements.segments.values() if s.takes_new and s.free_bytes >= slot_bytes]
         return min(roomy, key=_emptiness, default=None)
 
-    def _make_room(self, slot_bytes: int, near: Segment | None, now_us: int) -> bool:
+    def _admits(self, use: int, victim: Candidate) -> bool:
+        """Whether a new block may take the room; surplus copies give theirs to any."""
+        return self._placements.memory.surplus_bytes > 0 or self._policy.admits(use, victim)
+
+    def _make_room(self, slot_bytes: int, near: Segment | None, victim: Candidate | None, now_us: int) -> bool:
         """Give up the first thing that may go in the whole pool; False when everything is held."""
-        victim = self._victim(slot_bytes, near, now_us)
         if victim is not None and not self._placements.memory.surplus_bytes:  # nearly always
             self._evict(victim.row, Cause.ROOM)
             return True
@@ -141,7 +150,9 @@ class Placer:
 
     def _nearly_as_old(self, own: Candidate, oldest: Candidate, now_us: int) -> bool:
         age_us = now_us - oldest.last_use_us
-        return own.rank == oldest.rank and own.last_use_us - oldest.last_use_us <= self._age_slack * age_us
+        if own.rank != oldest.rank or own.worth > oldest.worth * (1 + self._age_slack):
+            return False
+        return own.worth > 0 or own.last_use_us - oldest.last_use_us <= self._age_slack * age_us
 
 
 def _surplus(segment: Segment) -> tuple[int, int]:

@@ -59,8 +59,9 @@ def view(column: "array[int]") -> NDArray[Any]:
 class BlockTable:
     """Rows of block entries. Links (`parent`, children, siblings, `placement`) are row numbers or NIL.
 
-    `home_segment` is that of the last placement, a primary one: where the block waits to be evicted. `held_until_us`
-    covers leases; pins are few and kept apart, so that unpinning one leaves the leases as they were.
+    `home_segment` is that of the last placement, a primary one: where the block waits to be evicted. `use` is what the
+    eviction policy knows of the block's past (`kvpool.core.eviction.use`). `held_until_us` covers leases; pins are few
+    and kept apart, so that unpinning one leaves the leases as they were.
     """
 
     def __init__(self) -> None:
@@ -69,6 +70,7 @@ class BlockTable:
         self.state = array("B")
         self.reused = array("B")
         self.missing_shards = array("H")
+        self.use = array("H")
         self.home_segment = array("H")
         self.parent = array("i")
         self.first_child = array("i")
@@ -98,6 +100,7 @@ class BlockTable:
         self.reused[row] = Reuse.NONE
         self.missing_shards[row] = shards
         self.parent[row] = NIL
+        self.use[row] = 0
         self.last_use_us[row] = now_us
         self.held_until_us[row] = NEVER_US
         return row
@@ -116,6 +119,14 @@ class BlockTable:
         self.hash += hashes
         self._extend(count, namespace, shards, now_us)
         return range(start, start + count)
+
+    def set_use(self, rows: Rows, use: int) -> None:
+        """Set `use` of many rows."""
+        if isinstance(rows, range):
+            self.use[rows.start : rows.stop] = array("H", [use]) * len(rows)
+            return
+        for row in rows:
+            self.use[row] = use
 
     def free(self, row: int) -> None:
         """Give the row back; its links must already be gone."""
@@ -137,6 +148,7 @@ class BlockTable:
         self.state.extend(array("B", [BlockState.IN_FLIGHT]) * count)
         self.reused.extend(array("B", [Reuse.NONE]) * count)
         self.missing_shards.extend(array("H", [shards]) * count)
+        self.use.extend(array("H", [0]) * count)
         self.home_segment.extend(array("H", [0]) * count)
         unlinked = array("i", [NIL]) * count
         for links in (self.parent, self.first_child, self.next_sibling, self.previous_sibling, self.placement):

@@ -127,6 +127,8 @@ class _Writer:
         self.deadline_us = self.now_us + microseconds(ttl_s)
         self.reservation = state.reservations.open(entry.number, owner, self.deadline_us)
         self.shares: dict[tuple[int, int], Share] = {}
+        self.use: int | None = None
+        """What the eviction policy says of the new blocks, as soon as there is one."""
 
     def reserve(self, chain: list[bytes], above: bytes, first: int) -> ReserveResult:
         state, wants = self.state, bytearray(len(chain))
@@ -141,7 +143,7 @@ class _Writer:
                 wants[i] = Want.IN_FLIGHT if in_flight else Want.EXISTS
                 i += 1
                 near = None if self._branches(row) else near
-            elif placed := self._place_run(chain, i, above, near) or self._place(chain, i, above, near):
+            elif placed := self._place_new(chain, i, above, near):
                 near, count = placed
                 i += count
             else:
@@ -150,6 +152,12 @@ class _Writer:
                 break
             above = chain[i - 1]
         return self._result(bytes(wants))
+
+    def _place_new(self, chain: list[bytes], i: int, above: bytes, near: Segment | None) -> tuple[Segment, int] | None:
+        """Reserve new blocks from ``i`` on, without evicting as long as that goes; where, and how many."""
+        if self.use is None:
+            self.use = self.state.policy.begins(self.index.get(above, NIL), chain[i:], self.now_us)
+        return self._place_run(chain, i, above, near) or self._place(chain, i, above, near)
 
     def _present(self, block_hash: bytes, above: bytes, block: int) -> int:
         """The row of a block that need not be written, or NIL."""
@@ -178,6 +186,7 @@ class _Writer:
         while count < most and chain[start + count] not in self.index:
             count += 1
         rows = state.chains.insert_run(self.entry.number, chain[start : start + count], above, shards, self.now_us)
+        state.blocks.set_use(rows, self.use or 0)
         state.reservations.claim_run(self.reservation, rows)
         for shard in range(shards):
             state.placements.add_run(rows, shard, segment, slot_bytes)
@@ -191,10 +200,11 @@ class _Writer:
         """
         state, slot_bytes, shards = self.state, self.entry.slot_bytes, self.entry.namespace.shards
         row = state.chains.insert(self.entry.number, chain[i], above, shards, self.now_us)
+        state.blocks.use[row] = self.use or 0
         state.reservations.claim(self.reservation, row)
         segments: list[Segment] = []
         for shard in range(shards):
-            segment = state.placer.choose(slot_bytes, near, self.now_us)
+            segment = state.placer.choose(slot_bytes, near, self.now_us, state.blocks.use[row])
             if segment is None:
                 state.remove_block(row, MissReason.COLD)
                 return None

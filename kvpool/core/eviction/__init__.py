@@ -6,10 +6,11 @@ from kvpool.core.directory.table import BlockTable
 from kvpool.core.errors import SettingsError
 from kvpool.core.eviction.base import DORMANT, VISIBLE, Candidate, EvictionPolicy
 from kvpool.core.eviction.leaf_lru import LeafLru
+from kvpool.core.eviction.leaf_worth import LeafWorth
 
-__all__ = ["DORMANT", "POLICIES", "VISIBLE", "Candidate", "EvictionPolicy", "LeafLru", "create_policy"]
+__all__ = ["DORMANT", "POLICIES", "VISIBLE", "Candidate", "EvictionPolicy", "LeafLru", "LeafWorth", "create_policy"]
 
-POLICIES: dict[str, Callable[[BlockTable], EvictionPolicy]] = {"lru": LeafLru}
+POLICIES: dict[str, Callable[[BlockTable], EvictionPolicy]] = {"default": LeafWorth, "lru": LeafLru}
 
 
 def create_policy(name: str, blocks: BlockTable) -> EvictionPolicy:

@@ -1,5 +1,6 @@
-"""What an eviction policy decides: which leaf of a segment goes first."""
+"""What an eviction policy decides: which leaf of a segment goes first, and whether a new block is worth its room."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 DORMANT, VISIBLE = 0, 1
@@ -11,6 +12,8 @@ class Candidate(NamedTuple):
 
     rank: int
     """DORMANT or VISIBLE."""
+    worth: float
+    """What keeping the block is worth by the policy's measure; 0 where age alone decides."""
     last_use_us: int
     row: int
 
@@ -27,8 +30,23 @@ class EvictionPolicy(Protocol):
     def changed(self, row: int) -> None:
         """Leaf ``row`` may now be evictable on its home segment, or its hold was shortened (unpinned)."""
 
+    def matched(self, row: int, now_us: int) -> None:
+        """``row`` is the deepest block of a match, and not held by an earlier one; its last use is still the old one.
+
+        On the path of every look-up: O(1), and work is put off.
+        """
+
+    def begins(self, above: int, hashes: Sequence[bytes], now_us: int) -> int:
+        """The blocks ``hashes`` are about to be written below row ``above`` (negative: none).
+
+        Returns what `BlockTable.use` holds of them.
+        """
+
     def lost(self, segment: int) -> None:
         """The segment is gone, and its blocks with it."""
 
     def first(self, segment: int, now_us: int) -> Candidate | None:
         """The leaf of ``segment`` to evict first, or None when all are held; the caller may evict it or not."""
+
+    def admits(self, use: int, victim: Candidate) -> bool:
+        """Whether a new block with ``use`` may take the place of ``victim``, a visible one."""
