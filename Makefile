@@ -6,7 +6,8 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 # UCX, for the tests of the ucx transport: without torch, which NIXL names as a need and never loads.
 NIXL := --no-deps 'nixl-cu12>=1.5,<2'
 
-.PHONY: setup setup-vllm demo demo-vllm test test-vllm lint unit property simulation integration soak bench bench-vllm gpu clean
+.PHONY: setup setup-vllm demo demo-vllm test test-vllm test-compose image lint unit property simulation integration soak \
+	bench bench-vllm gpu docs-generated clean
 
 setup: .venv/.ready
 
@@ -34,7 +35,7 @@ demo-vllm: setup-vllm
 	$(VLLM_BIN)/kvpool demo-vllm
 
 test: lint
-	$(PYTEST) tests
+	$(PYTEST) tests --ignore tests/compose
 
 # First what needs only vLLM's classes, then real engines one after the other, each on all cores.
 test-vllm: setup-vllm
@@ -60,6 +61,22 @@ bench: setup
 gpu:
 	PYTHONPATH=.:connector $(PYTHON) -m pytest -q tests/gpu
 	PYTHONPATH=.:connector $(PYTHON) -m kvpool.cli.main bench gpu
+
+# Wheels come first, on this machine, and the image is built of them alone: a build then needs no network, and no
+# certificates or package index inside it.
+image: setup
+	rm -rf build/wheels
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --wheel-dir build/wheels .
+	docker build --network none --tag $${KVPOOL_IMAGE:-kvpool:latest} --file deploy/docker/Dockerfile .
+
+# The shipped docker-compose.yml on a real engine; skipped, with the reason, where there is none.
+test-compose: setup
+	! docker info >/dev/null 2>&1 || $(MAKE) image
+	$(BIN)/pytest -q -rs tests/compose
+
+# Pages, dashboards and alert rules that are made of the metrics' declarations.
+docs-generated: setup
+	$(BIN)/python -m kvpool.ops.metrics
 
 bench-vllm: setup-vllm
 	$(VLLM_BIN)/kvpool bench vllm

@@ -117,7 +117,7 @@ class _Scene:
         return self._row("node_loss", began_s)
 
     def _start_meta(self, stack: ExitStack) -> RoleProcess:
-        options = {**self._ports, "expected-nodes": 1}
+        options = {**self._ports, "http-port": 0, "expected-nodes": 1}
         meta = stack.enter_context(RoleProcess("meta", options, self._logs / "meta.log"))
         ready = meta.ready()
         self._uri = ready["uri"]

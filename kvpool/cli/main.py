@@ -23,6 +23,7 @@ _COMMANDS = {
     "node": "Run a store node.",
     "drain": "Copy a node's blocks to other nodes and let it leave.",
     "status": "Show the nodes and namespaces of a pool.",
+    "ping": "Store and load a few blocks and say how long it took.",
     "explain": "Say why blocks are not found.",
     "verify": "Let nodes check all the blocks they hold.",
     "demo": "Run engines against a real pool and show what it saved them.",

@@ -11,8 +11,11 @@ from kvpool.ops.version import __version__
 
 @with_settings(
     "meta.listen",
+    "meta.advertise_host",
     "meta.grpc_port",
     "meta.framed_port",
+    "meta.http_listen",
+    "meta.http_port",
     "meta.unix_socket",
     "meta.insecure",
     "meta.lease_max_s",
@@ -45,6 +48,7 @@ def meta(settings: Settings, output: Format) -> None:
         places = {"uri": f"grpc://{server.grpc_address}", "framed": f"tcp://{server.framed_address}"}
         if settings.meta.unix_socket is not None:
             places["unix"] = str(settings.meta.unix_socket)
+        places["http"] = f"http://{server.http_address}"
         ready = {"event": "ready", "role": "meta", "pid": os.getpid(), **places}
         emit(ready, output, f"kvpool meta {__version__} ready: {', '.join(places.values())}")
 

@@ -25,6 +25,8 @@ from kvpool.ops.version import __version__
     "node.advertise_host",
     "node.data_port",
     "node.grpc_port",
+    "node.http_listen",
+    "node.http_port",
     "node.unix_socket",
     "node.ucx",
     "node.insecure",
@@ -53,6 +55,7 @@ def node(settings: Settings, output: Format) -> None:
             "data": f"tcp://{server.data_address}",
             "unix": str(server.unix_path),
             "grpc": f"grpc://{server.grpc_address}",
+            "http": f"http://{server.http_address}",
             "capacity_bytes": settings.node.capacity_bytes,
         }
         name, size = settings.node.node_id, format_size(settings.node.capacity_bytes)

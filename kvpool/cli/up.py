@@ -24,6 +24,7 @@ LOOPBACK = "127.0.0.1"
     "node.data_port",
     "meta.grpc_port",
     "meta.framed_port",
+    "meta.http_port",
 )
 def up(settings: Settings, output: Format) -> None:
     """Run a whole pool in one process on loopback until SIGTERM or Ctrl-C."""
@@ -31,7 +32,7 @@ def up(settings: Settings, output: Format) -> None:
 
     # A pool for trying out gives its memory back; `kvpool node` is the one that keeps its blocks.
     # Its node's own gRPC, which has no flag here, takes any port: two pools can run side by side.
-    fixed = {"keep_segment": False, "listen": LOOPBACK, "advertise_host": None, "grpc_port": 0}
+    fixed = {"keep_segment": False, "listen": LOOPBACK, "advertise_host": None, "grpc_port": 0, "http_port": 0}
     node = settings.node.model_copy(update=fixed)
     pool = EmbeddedPool(settings.meta.model_copy(update={"listen": LOOPBACK}), node)
 
@@ -41,10 +42,11 @@ def up(settings: Settings, output: Format) -> None:
             "role": "up",
             "pid": os.getpid(),
             "uri": pool.uri,
+            "http": f"http://{pool.meta.http_address}",
             "capacity_bytes": settings.node.capacity_bytes,
             "transports": _transports(settings),
         }
-        emit(ready, output, _banner(settings, pool.uri))
+        emit(ready, output, _banner(settings, pool.uri, pool.meta.http_address))
 
     stack = contextlib.ExitStack()
     serve(lambda: stack.enter_context(pool), announce, stack.close)
@@ -60,12 +62,13 @@ def _vllm_config(uri: str) -> str:
     return command if uri == ClientSettings().pool else f"{command} --pool {uri}"
 
 
-def _banner(settings: Settings, uri: str) -> str:
+def _banner(settings: Settings, uri: str, http_address: str) -> str:
     node = settings.node
     rows = {
         "pool": uri,
         "capacity": f"{format_size(node.capacity_bytes)} in {node.device if node.vram else node.segment_dir}",
         "transports": ", ".join(_transports(settings)),
+        "metrics": f"http://{http_address}/metrics",
         "in Python": f'import kvpool; pool = kvpool.connect("{uri}")',
         "in vLLM": f'vllm serve MODEL --kv-transfer-config "$({_vllm_config(uri)})"',
         "to stop": "Ctrl-C",

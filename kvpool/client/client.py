@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvpool.client.counters import Counters
 from kvpool.client.keyspace import Keyspace
@@ -21,6 +21,9 @@ from kvpool.ops.failpoints import arm
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.streams import Streams
 from kvpool.v1 import admin_pb2, common_pb2
+
+if TYPE_CHECKING:
+    from kvpool.ops.metrics.exposition import RoleCollector
 
 DEFAULT_TRANSPORTS = ("inproc", "shm", "tcp")
 
@@ -138,6 +141,15 @@ class Client:
             overloaded=self._meta.overloaded,
             fallbacks=self._nodes.fallbacks(),
         )
+
+    def collector(self) -> "RoleCollector":
+        """The same counts, and the times of each step, for Prometheus: ``registry.register(client.collector())``.
+
+        One client a registry: a program with several has a registry for each, or registers one of them.
+        """
+        from kvpool.client.metrics import collector_of  # noqa: PLC0415 - most clients are not scraped
+
+        return collector_of(self)
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         """The deadline of a call made now; raises ClosedError after `close`, UsageError for an impossible one."""

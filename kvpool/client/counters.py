@@ -5,6 +5,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvpool.core.directory import MissReason
+from kvpool.ops.metrics import latencies
+
+STEPS = ("match", "locate", "reserve", "read", "write")
+"""Whose times are counted. Reading includes the comparison with the checksum, writing the node's commit."""
 
 
 class Counters:
@@ -12,6 +16,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.times = latencies(STEPS)
         self.loaded_bytes: Counter[str] = Counter()
         self.stored_bytes: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()

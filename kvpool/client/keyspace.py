@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 from kvpool.client.buffers import Buffers, blocks_of
@@ -23,12 +24,22 @@ from kvpool.core.limits import HASH_BYTES, LEASE_S_MAX, MATCH_BLOCKS_MAX
 from kvpool.core.namespace import Namespace
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport.deadline import Deadline
-from kvpool.transport.wire.messages import Done, MatchReply, MatchRequest, Message, ReleaseRequest
+from kvpool.transport.wire.messages import (
+    Done,
+    LocateRequest,
+    MatchReply,
+    MatchRequest,
+    Message,
+    ReleaseRequest,
+    ReserveRequest,
+)
 
 if TYPE_CHECKING:
     from kvpool.client.client import Client
 
 Reply = TypeVar("Reply", bound=Message)
+
+_STEPS: dict[type[Message], str] = {MatchRequest: "match", LocateRequest: "locate", ReserveRequest: "reserve"}
 
 
 class Keyspace:
@@ -42,6 +53,7 @@ class Keyspace:
     def __init__(self, client: "Client", namespace: Namespace) -> None:
         self.namespace = namespace
         self._client = client
+        self._took = {kind: client._counters.times[step].observe for kind, step in _STEPS.items()}
 
     def match(
         self, hashes: HashesLike, *, first: int = 0, lease_s: float = 0.0, timeout_s: float | None = None
@@ -208,11 +220,14 @@ class Keyspace:
 
     def _call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool = True) -> Reply:
         """A hot call about this namespace, which is opened again if the service has forgotten it."""
+        began_s = perf_counter()
         try:
             return self._client._meta.call(request, reply_type, deadline, again=again)
         except UnknownNamespaceError:
             self._open(deadline)
             return self._client._meta.call(request, reply_type, deadline, again=again)
+        finally:
+            self._took[type(request)](perf_counter() - began_s)
 
     def _slice(self, hashes: HashesLike, first: int, buffers: int) -> bytes:
         packed = pack_hashes(hashes, MATCH_BLOCKS_MAX)

@@ -3,6 +3,7 @@
 A long slice is loaded in steps: while the blocks of one are read, the next ones are located.
 """
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -175,7 +176,9 @@ class _Load:
             batch = self._batch(segment.segment_id, copies, blocks, self._destinations.select(blocks))
             failpoint("client.read.before_copy")
             with client._nodes.reading(node, len(blocks) * batch.block_bytes):
+                began_s = time.perf_counter()
                 statuses = read_batch(transport, batch, segment.medium, deadline)
+                client._counters.times["read"].observe(time.perf_counter() - began_s)
         except KvpoolError as error:
             for block in blocks:
                 self._reasons[block] = miss_reason(error)

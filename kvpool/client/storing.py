@@ -4,6 +4,7 @@ A long slice is stored in steps: while the blocks of some are written, the direc
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -220,7 +221,9 @@ def _write_segment(
             )
             for grant, some in zip(grants, blocks, strict=True)
         ]
+        began_s = time.perf_counter()
         statuses = transport.write(batches, deadline)
+        client._counters.times["write"].observe(time.perf_counter() - began_s)
     except KvpoolError:
         return [bytearray([WriteStatus.FAILED]) * len(some) for some in blocks]
     client._nodes.judge(node, Use.WRITE, deadline, failed=any(WriteStatus.FAILED in status for status in statuses))

@@ -1,6 +1,7 @@
 """The hot calls over the framed protocol: one session for each connection of a client or a node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Any
 
 from kvpool.core.errors import ProtocolError
@@ -9,6 +10,7 @@ from kvpool.core.limits import RESERVE_BLOCKS_MAX, SHARDS_MAX
 from kvpool.core.principals import Principal, anyone
 from kvpool.meta.service import MetaService
 from kvpool.ops.failpoints import failpoint
+from kvpool.ops.metrics import Latency, latencies
 from kvpool.transport.wire.messages import (
     ALL_SHARDS,
     NONE_INDEX,
@@ -31,11 +33,29 @@ from kvpool.transport.wire.messages import (
 )
 from kvpool.transport.wire.server import Payload, Reply
 
+REQUESTS: dict[type[Message], str] = {
+    MatchRequest: "match",
+    ReleaseRequest: "release",
+    LocateRequest: "locate",
+    ReserveRequest: "reserve",
+    CommitRequest: "commit",
+    AbortRequest: "abort",
+    ReportBadRequest: "report_bad",
+    GoneRequest: "gone",
+    Ping: "ping",
+}
+"""What a service is asked over this protocol, as metrics call it."""
+
 
 class MetaSession:
-    """Serves one connection."""
+    """Serves one connection.
 
-    def __init__(self, service: MetaService) -> None:
+    Args:
+        service: What answers.
+        times: Where to count how long each of `REQUESTS` took; by default nowhere that anyone looks.
+    """
+
+    def __init__(self, service: MetaService, times: Mapping[str, Latency] | None = None) -> None:
         self._service = service
         self._principal = anyone("")
         self._handlers: dict[type[Message], Callable[[Any], Message]] = {
@@ -49,6 +69,8 @@ class MetaSession:
             GoneRequest: self._gone,
             Ping: self._ping,
         }
+        times = times or latencies(REQUESTS.values())
+        self._took = {kind: times[step].observe for kind, step in REQUESTS.items()}
 
     def greet(self, principal: Principal) -> None:
         """See `Session.greet`."""
@@ -59,7 +81,10 @@ class MetaSession:
         handler = self._handlers.get(type(request))
         if handler is None or payload.size_bytes:
             raise ProtocolError(f"{type(request).__name__} with {payload.size_bytes} bytes is not for this service")
-        return Reply(handler(request))
+        began_s = perf_counter()
+        answer = handler(request)
+        self._took[type(request)](perf_counter() - began_s)
+        return Reply(answer)
 
     def closed(self) -> None:
         """See `Session.closed`; reservations outlive a connection until their deadline."""

@@ -6,12 +6,18 @@ import time
 
 import grpc
 
-from kvpool.meta.framed import MetaSession
+from kvpool.core.members import MemberState
+from kvpool.meta.framed import REQUESTS, MetaSession
 from kvpool.meta.membership import MembershipServicer
+from kvpool.meta.metrics import MetaMetrics
 from kvpool.meta.service import MetaService
 from kvpool.meta.servicers import AdminServicer, DirectoryServicer
 from kvpool.ops.grpc_server import GrpcServer
+from kvpool.ops.http import HttpServer, role_pages
 from kvpool.ops.logging import get_logger
+from kvpool.ops.metrics import latencies
+from kvpool.ops.metrics.declared import META
+from kvpool.ops.metrics.exposition import new_registry
 from kvpool.ops.settings import MetaSettings
 from kvpool.ops.version import __version__
 from kvpool.transport.wire.server import FramedServer, Identity
@@ -33,6 +39,7 @@ class MetaServer:
         service: The state, for tests and embedding.
         grpc_address: ``host:port``, once started.
         framed_address: ``host:port``, once started.
+        http_address: ``host:port`` of health and metrics, once started.
         uri: What clients and nodes are told: ``grpc://host:port``.
     """
 
@@ -41,11 +48,15 @@ class MetaServer:
         self.service = MetaService(settings, time.monotonic, os.urandom, self._recovered)
         self.grpc_address = ""
         self.framed_address = ""
+        self.http_address = ""
+        times = latencies(REQUESTS.values())
         self._framed = FramedServer(
             Identity("meta", self.service.incarnation),
-            lambda _number, _local: MetaSession(self.service),
+            lambda _number, _local: MetaSession(self.service, times),
             settings.connections_max,
         )
+        metrics = MetaMetrics(self.service, times, self._refusals, lambda: self._framed.connections, self._unready)
+        self._http = HttpServer(role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready))
         self._membership = MembershipServicer(self.service)
         self._grpc: GrpcServer | None = None
         self._stopping = threading.Event()
@@ -67,6 +78,8 @@ class MetaServer:
         try:
             tcp_uri = self._framed.listen_tcp(settings.listen, settings.framed_port)
             self.framed_address = tcp_uri.removeprefix("tcp://")
+            if settings.advertise_host is not None:
+                tcp_uri = f"tcp://{settings.advertise_host}:{tcp_uri.rpartition(':')[2]}"
             framed = [tcp_uri]
             if settings.unix_socket is not None:
                 framed.insert(0, self._framed.listen_unix(settings.unix_socket))
@@ -79,16 +92,19 @@ class MetaServer:
             )
             self.grpc_address = self._grpc.start(settings.listen, settings.grpc_port)
             self._show_readiness()
+            self.http_address = self._http.start(settings.http_listen, settings.http_port_used)
         except BaseException:
             if self._grpc is not None:
                 self._grpc.stop(STOP_GRACE_S)  # one that starts and is not stopped hangs at exit
             self._framed.stop()
             raise
         self._ticker.start()
-        log.info("meta_started", grpc=self.grpc_address, framed=framed, incarnation=self.service.incarnation)
+        where = {"grpc": self.grpc_address, "framed": framed, "http": self.http_address}
+        log.info("meta_started", **where, incarnation=self.service.incarnation)
 
     def stop(self) -> None:
         """Stop serving and wait for every thread."""
+        self._http.stop()
         self._stopping.set()
         self.service.work.set()
         if self._grpc is not None:
@@ -110,6 +126,16 @@ class MetaServer:
             "refused_calls": self._grpc.calls.refused if self._grpc is not None else 0,
             "refused_connections": self._framed.refused_connections,
         }
+
+    def _is_alive(self) -> bool:
+        return self._ticker.ident is None or self._ticker.is_alive()
+
+    def _unready(self) -> str:
+        """Why clients should not come here now: they would get nothing but misses."""
+        if not self._is_ready.is_set():
+            return "recovering: nodes have yet to report what they hold"
+        ready = self.service.ask(lambda _, members: any(member.state == MemberState.READY for member in members))
+        return "" if ready else "no node is ready"
 
     def _recovered(self) -> None:
         self._is_ready.set()

@@ -4,6 +4,7 @@ Bad slots are retired, told to the directory, counted and logged. Who checks, an
 """
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from kvpool.node.directory_link import DirectoryLink
 from kvpool.node.headers import HeaderFile, SlotHeaders, checksum_seeds
 from kvpool.node.segment import Segment
 from kvpool.ops.logging import get_logger
+from kvpool.ops.metrics import Latency
 
 SUSPECTS_MAX = 4_096
 WALK_PAGES = 4_096
@@ -66,7 +68,12 @@ class _Check:
 
 
 class Checks:
-    """The checks of one store, whose parts and lock it shares. Thread-safe."""
+    """The checks of one store, whose parts and lock it shares. Thread-safe.
+
+    Attributes:
+        pages: Of the segment.
+        time: How long it takes to compare a block.
+    """
 
     def __init__(
         self,
@@ -79,6 +86,7 @@ class Checks:
         on_read_error: Callable[[OSError, SlotHeaders], None],
     ) -> None:
         self.pages = segment.size_bytes // PAGE_BYTES
+        self.time = Latency()
         self._segment = segment
         self._fetched = segment.medium in FETCHED
         self._headers = headers
@@ -136,6 +144,7 @@ class Checks:
             if check is None:
                 checked += Checked(page + 1)
                 continue
+            began_s = time.perf_counter()
             error: OSError | None = None
             good = True  # what cannot be read to its end is not called bad
             try:
@@ -145,6 +154,7 @@ class Checks:
             finally:
                 if good:
                     self._end(check, good=True)
+            self.time.observe(time.perf_counter() - began_s)
             if not good:
                 self._judge(check, error)
             checked += Checked(page + check.slot.pages, 1, check.slot.length, int(not good))

@@ -79,6 +79,10 @@ class Control:
         """Begin to dial."""
         self._thread.start()
 
+    def is_alive(self) -> bool:
+        """Whether the loop, once started, still runs."""
+        return self._thread.ident is None or self._thread.is_alive()
+
     def drain(self) -> None:
         """Tell the service that nothing new should be placed here."""
         self._store.draining = True

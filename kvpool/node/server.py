@@ -20,6 +20,8 @@ from kvpool.node.fetching import FetchingStore
 from kvpool.node.files import SegmentFiles
 from kvpool.node.headers import HeaderFile
 from kvpool.node.link import MetaLink
+from kvpool.node.meter import NodeMeter
+from kvpool.node.metrics import NodeMetrics
 from kvpool.node.namespaces import NamespaceBook
 from kvpool.node.pulling import serve_segment
 from kvpool.node.scrub import Scrubber, whole_progress
@@ -28,7 +30,10 @@ from kvpool.node.servicer import StoreNodeServicer
 from kvpool.node.serving import DataSession
 from kvpool.node.store import NodeStore
 from kvpool.ops.grpc_server import GrpcServer
+from kvpool.ops.http import HttpServer, role_pages
 from kvpool.ops.logging import get_logger
+from kvpool.ops.metrics.declared import NODE
+from kvpool.ops.metrics.exposition import new_registry
 from kvpool.ops.settings import NodeSettings
 from kvpool.transport import inproc
 from kvpool.transport.ucx.process import UcxProcess
@@ -54,6 +59,7 @@ class NodeServer:
     Attributes:
         data_address: ``host:port`` of the data plane, once started.
         grpc_address: ``host:port`` of gRPC, once started.
+        http_address: ``host:port`` of health and metrics, once started.
         unix_path: The Unix socket.
         capacity_bytes: Size of the segment.
         store: The blocks, once started; for tests and embedding.
@@ -64,6 +70,7 @@ class NodeServer:
         self._on_leave = on_leave
         self.data_address = ""
         self.grpc_address = ""
+        self.http_address = ""
         self.unix_path: Path = settings.unix_socket
         self.capacity_bytes = settings.capacity_bytes
         self.store: NodeStore
@@ -72,6 +79,7 @@ class NodeServer:
         self._running = ExitStack()
         self._started = False
         self._scrubbers: list[Scrubber] = []
+        self._meter = NodeMeter()
         self._framed: FramedServer
         self._grpc: GrpcServer
         self._control: Control
@@ -91,7 +99,7 @@ class NodeServer:
                 scrubber.start()
             self._started = True
             self._running = undo.pop_all()
-        log.info("node_started", node=self.settings.node_id, endpoints=self._endpoints)
+        log.info("node_started", node=self.settings.node_id, endpoints=self._endpoints, http=self.http_address)
 
     def drain(self) -> None:
         """Take no new blocks, and wait for transfers under way, up to ``drain_timeout_s``."""
@@ -153,7 +161,7 @@ class NodeServer:
         ucx = self._serve_ucx(undo) if settings.ucx else None
         self._framed = FramedServer(
             Identity(settings.node_id, self._incarnation),
-            lambda number, local: DataSession(self.store, number, local, ucx),
+            lambda number, local: DataSession(self.store, number, local, ucx, self._meter),
             settings.connections_max,
         )
         undo.callback(self._framed.stop)
@@ -203,12 +211,34 @@ class NodeServer:
         undo.callback(self._control.stop)
         for scrubber in self._scrubbers:
             undo.callback(scrubber.stop)
+        self._serve_http(undo)
         self._control.start()
         if not self._joined():
             raise UnavailableError(
                 f"{settings.meta} did not take the node in within {settings.join_timeout_s:g} s: "
                 f"{self._control.failure}; check --meta and that `kvpool meta` runs there"
             )
+
+    def _serve_http(self, undo: ExitStack) -> None:
+        control, framed = self._control, self._framed
+        metrics = NodeMetrics(
+            self.store,
+            self._meter,
+            self._scrubbers,
+            self._refusals,
+            lambda: framed.connections,
+            control.ready.is_set,
+            self._unready,
+        )
+        http = HttpServer(role_pages(new_registry(NODE, metrics.fill), control.is_alive, self._unready))
+        self.http_address = http.start(self.settings.http_listen, self.settings.http_port_used)
+        undo.callback(http.stop)
+
+    def _unready(self) -> str:
+        """Why the pool places nothing here now."""
+        if not self._control.ready.is_set():
+            return "the metadata service has not taken the node in"
+        return "the node drains" if self.store.draining else ""
 
     def _joined(self) -> bool:
         """Wait in steps: the handler of a signal that comes just before a wait runs only after it."""

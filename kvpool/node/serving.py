@@ -1,5 +1,6 @@
 """The node's data plane: one session for each framed connection, over TCP or the Unix socket."""
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -12,6 +13,7 @@ from kvpool.core.errors import ProtocolError, UsageError
 from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
 from kvpool.core.principals import Principal
 from kvpool.node.arriving import commit_arrived, named_slots, written_slots
+from kvpool.node.meter import NodeMeter
 from kvpool.node.pulling import Pulling
 from kvpool.node.records import Receiving
 from kvpool.node.segment import VramSegment
@@ -49,10 +51,20 @@ class DataSession:
         owner: The connection's number: the owner of its slots.
         local: Whether the peer is on this host, so that file descriptors can be passed to it.
         ucx: The node's UCX process, if it has one.
+        meter: Where to count; by default where nobody looks.
     """
 
-    def __init__(self, store: NodeStore, owner: int, local: bool, ucx: UcxProcess | None = None) -> None:
+    def __init__(
+        self,
+        store: NodeStore,
+        owner: int,
+        local: bool,
+        ucx: UcxProcess | None = None,
+        meter: NodeMeter | None = None,
+    ) -> None:
         self._store = store
+        self._meter = meter or NodeMeter()
+        self._way = "unix" if local else "tcp"
         self._owner = owner
         self._local = local
         self._handlers: dict[type[Message], Callable[[Any, Payload], Reply]] = {
@@ -77,7 +89,11 @@ class DataSession:
         handler = self._handlers.get(type(request))
         if handler is None:
             raise ProtocolError(f"{type(request).__name__} is not for a store node")
-        return handler(request, payload)
+        began_s = time.perf_counter()
+        reply = handler(request, payload)
+        sent_bytes = sum(map(len, reply.payload))
+        self._meter.served(request, time.perf_counter() - began_s, self._way, payload.size_bytes, sent_bytes)
+        return reply
 
     def closed(self) -> None:
         """See `Session.closed`."""

@@ -26,6 +26,11 @@ class Admission:
         self._lock = threading.Lock()
         self.refused = 0
 
+    @property
+    def inside(self) -> int:
+        """How many are in now."""
+        return self._inside
+
     def __enter__(self) -> None:
         with self._lock:
             if self._inside >= self._most:

@@ -91,6 +91,12 @@ def node_lock(segment_dir: Path, node_id: str) -> Path:
     return segment_dir / f"kvpool-{node_id}.lock"
 
 
+def _own_or_free(port: int | None, usual: int, grpc_port: int) -> int:
+    if port is not None:
+        return port
+    return usual if grpc_port else 0
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -128,11 +134,24 @@ class _ServerSettings(Section):
     connections_max: Annotated[int, Field(ge=1, le=CONNECTIONS_MAX)] = 1024
     """Connections served at a time; more are refused."""
 
-    @field_validator("listen")
+    advertise_host: str | None = None
+    """Host that others dial; by default the address listened on."""
+
+    http_listen: str = "127.0.0.1"
+    """Address to serve health and metrics on, in plain HTTP."""
+
+    @field_validator("listen", "http_listen")
     @classmethod
     def _loopback_unless_insecure(cls, host: str, info: ValidationInfo) -> str:
         if not _is_loopback(host) and not info.data.get("insecure"):
             raise ValueError("listening beyond loopback needs --insecure (TLS comes later); or use 127.0.0.1")
+        return host
+
+    @field_validator("advertise_host")
+    @classmethod
+    def _reachable(cls, host: str | None, info: ValidationInfo) -> str | None:
+        if host is None and info.data.get("listen") in {"0.0.0.0", "::"}:  # noqa: S104 - refused here
+            raise ValueError(f"nobody can dial {info.data['listen']}; name the host that others dial")
         return host
 
 
@@ -144,6 +163,9 @@ class MetaSettings(_ServerSettings):
 
     framed_port: Port = 7301
     """Port of the framed protocol: the hot path."""
+
+    http_port: Port | None = None
+    """Port of /healthz, /readyz and /metrics; by default 7302, or any free port where grpc_port is 0."""
 
     unix_socket: SocketPath | None = None
     """Unix socket that serves the framed protocol too; none by default."""
@@ -196,6 +218,11 @@ class MetaSettings(_ServerSettings):
     replica_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of a node's free space that further copies may take; they go first when room is needed."""
 
+    @property
+    def http_port_used(self) -> int:
+        """The port to serve health and metrics on; 0: any."""
+        return _own_or_free(self.http_port, 7302, self.grpc_port)
+
     @field_validator("node_ttl_s")
     @classmethod
     def _survives_a_lost_heartbeat(cls, ttl_s: float, info: ValidationInfo) -> float:
@@ -241,14 +268,14 @@ class NodeSettings(_ServerSettings):
     grpc_port: Port = 7311
     """Port of the gRPC service."""
 
+    http_port: Port | None = None
+    """Port of /healthz, /readyz and /metrics; by default 7312, or any free port where grpc_port is 0."""
+
     unix_socket: SocketPath = Field(default_factory=_unix_socket)
     """Unix socket for clients on this host; by default in $XDG_RUNTIME_DIR/kvpool or /tmp/kvpool-UID."""
 
     ucx: bool = False
     """Serve the ucx transport too; needs NIXL."""
-
-    advertise_host: str | None = None
-    """Host that clients dial; by default the address listened on."""
 
     keep_segment: bool = True
     """Leave the segment file when the node stops, so that the next start finds its blocks again."""
@@ -280,6 +307,11 @@ class NodeSettings(_ServerSettings):
         """Bytes of the node's memory, be it shared or a GPU's."""
         return self.vram or self.size
 
+    @property
+    def http_port_used(self) -> int:
+        """The port to serve health and metrics on; 0: any."""
+        return _own_or_free(self.http_port, 7312, self.grpc_port)
+
     @field_validator("disk_size")
     @classmethod
     def _with_disk(cls, size_bytes: int, info: ValidationInfo) -> int:
@@ -289,13 +321,6 @@ class NodeSettings(_ServerSettings):
         if disk is None and size_bytes:
             raise ValueError("there is no disk to use; name a directory with disk, or leave both out")
         return size_bytes
-
-    @field_validator("advertise_host")
-    @classmethod
-    def _reachable(cls, host: str | None, info: ValidationInfo) -> str | None:
-        if host is None and info.data.get("listen") in {"0.0.0.0", "::"}:  # noqa: S104 - refused here
-            raise ValueError(f"nobody can dial {info.data['listen']}; name the host that clients dial")
-        return host
 
 
 class ClientSettings(Section):

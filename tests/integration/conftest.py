@@ -42,7 +42,7 @@ class Pool:
     module: str = "kvpool.cli.main"
 
     def start_meta(self, **options: object) -> None:
-        options = {"grpc-port": self.grpc_port, "framed-port": 0, **options}
+        options = {"grpc-port": self.grpc_port, "framed-port": 0, "http-port": 0, **options}
         log = self.directory / "meta.log"
         self.meta = self.stack.enter_context(RoleProcess("meta", options, log, environ=self.environ("meta")))
         self.meta_ready = self.meta.ready()

@@ -166,14 +166,14 @@ def test_flags_become_settings_and_say_so(tmp_path):
 
     app = typer.Typer()
     app.command()(command)
-    arguments = ["--listen", "0.0.0.0", "--config", str(path), "--format", "json"]
+    arguments = ["--listen", "10.0.0.7", "--config", str(path), "--format", "json"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
 
     [(settings, output)] = received
     sources = {key: source for key, _, source in effective(settings) if source != "default"}
     assert result.exit_code == 0
     assert Format.JSON is output
-    assert (settings.meta.listen, settings.meta.insecure, settings.meta.tombstones) == ("0.0.0.0", True, 1)
+    assert (settings.meta.listen, settings.meta.insecure, settings.meta.tombstones) == ("10.0.0.7", True, 1)
     assert sources["meta.listen"] == "flag --listen"
     assert f"file {path}" == sources["meta.insecure"]
 

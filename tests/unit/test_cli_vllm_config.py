@@ -122,4 +122,7 @@ def test_bad_values_exit_with_2_and_say_the_fix(capsys, flags, problem, fix):
     ],
 )
 def test_the_banner_of_up_says_how_vllm_uses_the_pool(uri, command):
-    assert f'  in vLLM     vllm serve MODEL --kv-transfer-config "$({command})"' in _banner(Settings(), uri).split("\n")
+    lines = _banner(Settings(), uri, "127.0.0.1:7302").split("\n")
+
+    assert f'  in vLLM     vllm serve MODEL --kv-transfer-config "$({command})"' in lines
+    assert "  metrics     http://127.0.0.1:7302/metrics" in lines

@@ -54,7 +54,7 @@ NAMES = [
 ]
 
 METHODS = {
-    "Client": {"namespace", "status", "stats", "drain", "drain_status", "cancel_drain", "close"},
+    "Client": {"namespace", "status", "stats", "collector", "drain", "drain_status", "cancel_drain", "close"},
     "Keyspace": {"match", "release", "load", "store", "reserve", "write", "abort"},
 }
 """All that these classes let callers do."""

@@ -26,7 +26,7 @@ from kvpool.core.directory.explaining import Explanation, Memory
 from kvpool.core.directory.heat import Demand, HotRun
 from kvpool.core.directory.inventory import Inventory
 from kvpool.core.directory.outbox import Order, Outbox
-from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, Match, ReserveResult
+from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location, LookupStats, Match, ReserveResult
 from kvpool.core.directory.segments import DISK, SHM, Segment
 from kvpool.core.directory.state import DirectoryConfig, DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL
@@ -41,6 +41,7 @@ from kvpool.core.units import pages_of
 COUNTS = (
     "evicted_blocks",
     "evicted_bytes",
+    "scattered_blocks",
     "expired_blocks",
     "lost_blocks",
     "bad_blocks",
@@ -51,8 +52,6 @@ COUNTS = (
     "demoted_blocks",
     "promoted_blocks",
     "lookups",
-    "blocks_asked",
-    "blocks_matched",
     "matches_shortened",
 )
 """Counters that `DirectoryStats` shows."""
@@ -376,7 +375,18 @@ class Directory:
             surplus_blocks=sum(segment.surplus_blocks for segment in state.placements.segments.values()),
             surplus_bytes=state.placements.memory.surplus_bytes + state.placements.disk.surplus_bytes,
             copies=len(state.copies),
+            blocks_asked=sum(entry.asked_blocks for entry in state.entries),
+            blocks_matched=sum(entry.matched_blocks for entry in state.entries),
             **{name: counts[name] for name in COUNTS},
+        )
+
+    def lookup_stats(self) -> LookupStats:
+        """What look-ups asked for and found."""
+        entries = self._state.entries
+        return LookupStats(
+            asked_tokens=sum(entry.asked_blocks * entry.namespace.block_tokens for entry in entries),
+            matched_tokens=sum(entry.matched_blocks * entry.namespace.block_tokens for entry in entries),
+            misses={reason: self._state.misses[reason] for reason in MissReason},
         )
 
     def check_integrity(self) -> None:

@@ -33,10 +33,10 @@ def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int,
     index = state.chains.indexes[entry.number]
     matched = visible_prefix(state, index, hashes, blocks)
     state.counts["lookups"] += 1
-    state.counts["blocks_asked"] += blocks
+    entry.asked_blocks += blocks
     if lease_s > 0 and matched:
         matched = _within_cap(state, entry, index, hashes, first, matched)
-    state.counts["blocks_matched"] += matched
+    entry.matched_blocks += matched
     lease = 0
     if matched:
         now_us = state.now_us()
@@ -48,7 +48,10 @@ def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int,
             until_us = now_us + microseconds(lease_s + LEASE_MARGIN_S)
             state.hold(row, until_us)
             lease = state.leases.grant(row, (matched - first) * _block_bytes(entry), until_us)
-    return Match(matched, _reason(state, entry, hashes, matched, blocks), lease)
+    reason = _reason(state, entry, hashes, matched, blocks)
+    if reason is not None:
+        state.misses[reason] += 1
+    return Match(matched, reason, lease)
 
 
 def release(state: DirectoryState, lease: int) -> bool:

@@ -105,6 +105,15 @@ class ReserveResult:
 
 
 @dataclass(frozen=True, slots=True)
+class LookupStats:
+    """What look-ups asked for and found, since the service's start; ``misses`` are look-ups by why they ended early."""
+
+    asked_tokens: int
+    matched_tokens: int
+    misses: dict[MissReason, int]
+
+
+@dataclass(frozen=True, slots=True)
 class DirectoryStats:
     """Counts and bytes, at one moment; capacity and use are those of memory unless they say disk."""
 
@@ -119,6 +128,7 @@ class DirectoryStats:
     leased_bytes: int
     evicted_blocks: int
     evicted_bytes: int
+    scattered_blocks: int
     expired_blocks: int
     lost_blocks: int
     bad_blocks: int

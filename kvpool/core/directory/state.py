@@ -57,7 +57,7 @@ class DirectoryConfig:
     demote_fill: float = 0.75
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NamespaceEntry:
     """A namespace as the directory knows it."""
 
@@ -65,6 +65,10 @@ class NamespaceEntry:
     namespace: Namespace
     slot_bytes: int
     """Bytes a slot takes: the block, up to the next page."""
+    asked_blocks: int = 0
+    """Blocks that look-ups asked for since the service's start."""
+    matched_blocks: int = 0
+    """Of these, blocks that were there."""
 
 
 class DirectoryState:
@@ -73,6 +77,8 @@ class DirectoryState:
     def __init__(self, clock: Clock, config: DirectoryConfig) -> None:
         self.config = config
         self.counts: Counter[str] = Counter()
+        self.misses: Counter[MissReason] = Counter()
+        """Look-ups that ended before their chain did, by why."""
         self.blocks = BlockTable()
         self.policy = create_policy(config.policy, self.blocks)
         self.leases = LeaseLedger(config.epoch << 32)
@@ -117,6 +123,7 @@ class DirectoryState:
     def evict(self, row: int, cause: Cause = Cause.ROOM) -> None:
         """Remove a leaf that the policy gave up; nobody holds it, so its slots are reusable at once."""
         self.counts["evicted_blocks"] += 1
+        self.counts["scattered_blocks"] += cause is Cause.SCATTERED
         self.counts["evicted_bytes"] += self._slot_bytes(row) * sum(1 for _ in self.placements.of_block(row))
         self.remove_block(row, MissReason.EVICTED, cause)
 
