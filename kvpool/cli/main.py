@@ -28,6 +28,7 @@ _COMMANDS = {
     "demo": "Run engines against a real pool and show what it saved them.",
     "demo-vllm": "Run two vLLM engines against a real pool and compare their times and answers.",
     "bench": "Measure look-ups and transfers.",
+    "certs": "Make the CA, certificates and tokens of a pool with TLS.",
     "vllm-config": "Print what `vllm serve` needs to be told to use a pool.",
     "config": "Show, check and document the settings.",
 }
