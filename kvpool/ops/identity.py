@@ -1,6 +1,7 @@
 """Who calls a gRPC method: an interceptor finds out before the method runs."""
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ HEALTH = "/grpc.health."
 log = get_logger(__name__)
 
 _BEARER = "Bearer "
+
+NOBODY = Principal("nobody", frozenset(), None)
 
 _caller: ContextVar[Principal | None] = ContextVar("caller", default=None)
 
@@ -43,38 +46,26 @@ class Authenticated(grpc.ServerInterceptor):  # type: ignore[type-arg]
         self._authenticator = authenticator
         self._abort = abort
         self.refused = 0
+        self._lock = threading.Lock()
 
     def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401 - grpc's
         """See `grpc.ServerInterceptor`."""
         handler = continuation(details)
-        if handler is None or details.method.startswith(HEALTH):
+        if handler is None:
             return handler
-        codecs = (handler.request_deserializer, handler.response_serializer)
-        if handler.response_streaming:
-            wrap = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            return wrap(self._streaming(handler.stream_stream or handler.unary_stream), *codecs)
-        wrap = (
-            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        return wrap(self._single(handler.stream_unary or handler.unary_unary), *codecs)
+        ways = (handler.request_streaming, handler.response_streaming)
+        kind = "_".join("stream" if streams else "unary" for streams in ways)
+        inner, is_open = getattr(handler, kind), details.method.startswith(HEALTH)
 
-    def _single(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(request: Any, context: grpc.ServicerContext) -> Any:  # noqa: ANN401 - any message
-            self._enter(context)
+        def call(request: Any, context: grpc.ServicerContext) -> Any:  # noqa: ANN401 - any message, or stream of them
+            if is_open:
+                _caller.set(NOBODY)
+            else:
+                self._enter(context)
             return inner(request, context)
 
-        return call
-
-    def _streaming(self, inner: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: ANN401 - any message
-            self._enter(context)
-            yield from inner(request, context)
-
-        return call
+        wrap = getattr(grpc, f"{kind}_rpc_method_handler")
+        return wrap(call, handler.request_deserializer, handler.response_serializer)
 
     def _enter(self, context: grpc.ServicerContext) -> None:
         """Set the caller for what follows on this thread: a call keeps its thread, and each sets its own first."""
@@ -83,7 +74,8 @@ class Authenticated(grpc.ServerInterceptor):  # type: ignore[type-arg]
         try:
             _caller.set(self._authenticator.caller(identities, _token(context)))
         except AuthenticationError as error:
-            self.refused += 1
+            with self._lock:
+                self.refused += 1
             log.warning("caller_refused", peer=context.peer(), reason=str(error))
             self._abort(context, error)
 
