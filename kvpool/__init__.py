@@ -27,6 +27,7 @@ from kvpool.client import (
 )
 from kvpool.core.directory import MissReason, Want
 from kvpool.core.errors import (
+    AuthenticationError,
     CapacityError,
     ClosedError,
     DeadlineError,
@@ -44,11 +45,13 @@ from kvpool.core.errors import (
 )
 from kvpool.core.keys import chain_hashes
 from kvpool.core.namespace import FieldDifference, Namespace
+from kvpool.ops.settings import TlsSettings
 from kvpool.ops.version import __version__
 
 __all__ = [
     "AsyncClient",
     "AsyncKeyspace",
+    "AuthenticationError",
     "CapacityError",
     "Client",
     "ClientStats",
@@ -74,6 +77,7 @@ __all__ = [
     "SegmentStatus",
     "SettingsError",
     "StoreResult",
+    "TlsSettings",
     "UnavailableError",
     "UnknownNamespaceError",
     "UsageError",

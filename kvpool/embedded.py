@@ -9,7 +9,7 @@ from kvpool.client import Client, connect
 from kvpool.client.client import DEFAULT_TRANSPORTS
 from kvpool.meta import MetaServer
 from kvpool.node import NodeServer
-from kvpool.ops.settings import MetaSettings, NodeSettings
+from kvpool.ops.settings import MetaSettings, NodeSettings, TlsSettings
 
 
 class EmbeddedPool:
@@ -18,11 +18,13 @@ class EmbeddedPool:
     Args:
         meta: The metadata service.
         nodes: The nodes; their ``meta`` is replaced by where the service listens.
+        tls: A folder with certificates of them all; without one the pool speaks plaintext.
     """
 
-    def __init__(self, meta: MetaSettings, *nodes: NodeSettings) -> None:
+    def __init__(self, meta: MetaSettings, *nodes: NodeSettings, tls: TlsSettings | None = None) -> None:
+        self._tls = tls
         expected = meta.expected_nodes or len(nodes)
-        self.meta = MetaServer(meta.model_copy(update={"expected_nodes": expected}))
+        self.meta = MetaServer(meta.model_copy(update={"expected_nodes": expected}), tls)
         self.nodes: list[NodeServer] = []
         self._node_settings = nodes
         self._running = ExitStack()
@@ -38,7 +40,7 @@ class EmbeddedPool:
             self.meta.start()
             undo.callback(self.meta.stop)
             for settings in self._node_settings:
-                node = NodeServer(settings.model_copy(update={"meta": self.uri}))
+                node = NodeServer(settings.model_copy(update={"meta": self.uri}), tls=self._tls)
                 node.start()
                 undo.callback(node.stop)
                 self.nodes.append(node)
@@ -51,7 +53,7 @@ class EmbeddedPool:
 
     def connect(self, *, transports: Sequence[str] = DEFAULT_TRANSPORTS, timeout_s: float = 5.0) -> Client:
         """A client of this pool; options as for `kvpool.connect`."""
-        return connect(self.uri, transports=transports, timeout_s=timeout_s)
+        return connect(self.uri, transports=transports, timeout_s=timeout_s, tls=self._tls)
 
     def __enter__(self) -> Self:
         self.start()

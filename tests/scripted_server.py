@@ -73,9 +73,10 @@ class Scripted:
 class Server(FramedServer):
     """A framed server and the sessions it has opened."""
 
-    def __init__(self, connections_max=64):
+    def __init__(self, connections_max=64, authenticator=None):
         self.sessions, self.hold = [], threading.Event()
-        super().__init__(Identity(WELCOME_OF_SERVER.name, WELCOME_OF_SERVER.incarnation), self._open, connections_max)
+        identity = Identity(WELCOME_OF_SERVER.name, WELCOME_OF_SERVER.incarnation)
+        super().__init__(identity, self._open, connections_max, authenticator)
 
     def _open(self, number, local):
         self.sessions.append(Scripted(number, local, self.hold))
@@ -100,13 +101,17 @@ def on_tcp(server):
 
 
 @contextmanager
-def raw(uri):
-    """A socket to a framed port, in the hands of the test."""
+def raw(uri, context=None):
+    """A socket to a framed port, in the hands of the test; with ``context`` over TLS."""
     scheme, _, rest = uri.partition("://")
     with socket.socket(socket.AF_UNIX if scheme == "unix" else socket.AF_INET) as sock:
         sock.settimeout(LONG_S)
         sock.connect(rest if scheme == "unix" else split_address(rest))
-        yield sock
+        if context is None:
+            yield sock
+            return
+        with context.wrap_socket(sock) as secured:
+            yield secured
 
 
 def greet(sock):

@@ -51,7 +51,14 @@ class LocalNode:
     log_path: Path
 
 
-def ensure_local_node(pool: str, size: str, *, node_id: str | None = None, timeout_s: float = 30.0) -> LocalNode:
+def ensure_local_node(
+    pool: str,
+    size: str,
+    *,
+    node_id: str | None = None,
+    timeout_s: float = 30.0,
+    tls: kvpool.TlsSettings | None = None,
+) -> LocalNode:
     """Start a store node on this host unless there is one; returns when it serves, joined to its pool or not yet.
 
     The node takes its other settings from ``KVPOOL_NODE__*`` and ``KVPOOL_CONFIG``, but any free ports when these
@@ -62,12 +69,13 @@ def ensure_local_node(pool: str, size: str, *, node_id: str | None = None, timeo
         size: Memory of the node, e.g. ``8GiB``.
         node_id: Its name; by default the one in the settings, else the host's.
         timeout_s: After this the node is trusted to come up, if it lives.
+        tls: The engine's certificates; the node takes its own, ``node-ID.pem``, from the same folder.
 
     Raises:
         SettingsError: A value that cannot be, or this host's node serves another pool.
         UnavailableError: The node ended as soon as it was started; the message has its last words.
     """
-    plan = _plan(pool, size, node_id)
+    plan = _plan(pool, size, node_id, tls)
     deadline = time.monotonic() + timeout_s
     while True:
         words_before = _log_bytes(plan.log)
@@ -78,7 +86,7 @@ def ensure_local_node(pool: str, size: str, *, node_id: str | None = None, timeo
             return _checked(plan, started=outcome == detached.STARTED)
         if outcome == detached.RUNNING and time.monotonic() < deadline:
             continue  # the other engine's node has ended: this one's turn
-        if _is_served(plan):
+        if _is_served(plan, tls):
             return LocalNode(plan.node_id, started=False, pid=None, log_path=plan.log)
         raise UnavailableError(
             f"the store node {plan.node_id!r} ended as soon as it was started: "
@@ -98,12 +106,13 @@ class _Plan(NamedTuple):
     log: Path
 
 
-def _plan(pool: str, size: str, node_id: str | None) -> _Plan:
+def _plan(pool: str, size: str, node_id: str | None, tls: kvpool.TlsSettings | None) -> _Plan:
     _check_size(size)
-    settings = load_settings(overrides={"node.meta": pool, "node.size": size, "node.node_id": node_id})
+    own = {"node.meta": pool, "node.size": size, "tls.dir": str(tls.dir) if tls is not None and tls.dir else None}
+    settings = load_settings(overrides={**own, "node.node_id": node_id})
     node, folder = settings.node, _state_folder()
-    flags = {"node.meta": pool, "node.size": size, "node.node_id": node.node_id, **_unless_set(settings)}
-    words = [f"{flag_name(key)}={value}" for key, value in flags.items()]
+    flags = {**own, "node.node_id": node.node_id, **_unless_set(settings)}
+    words = [f"{flag_name(key)}={value}" for key, value in flags.items() if value is not None]
     return _Plan(
         node_id=node.node_id,
         pool=pool,
@@ -208,9 +217,12 @@ def _checked(plan: _Plan, *, started: bool) -> LocalNode:
     return LocalNode(plan.node_id, started=started, pid=pid, log_path=plan.log)
 
 
-def _is_served(plan: _Plan) -> bool:
+def _is_served(plan: _Plan, tls: kvpool.TlsSettings | None) -> bool:
     """Whether the pool has a node of this name that this host's shared memory leads to: another user's, say."""
-    with suppress(KvpoolError), kvpool.connect(plan.pool, transports=["shm"], timeout_s=STATUS_TIMEOUT_S) as client:
+    with (
+        suppress(KvpoolError),
+        kvpool.connect(plan.pool, transports=["shm"], timeout_s=STATUS_TIMEOUT_S, tls=tls) as client,
+    ):
         return any(
             (node.node_id, node.state, node.transport) == (plan.node_id, "ready", "shm")
             for node in client.status(reach=True).nodes

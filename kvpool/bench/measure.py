@@ -19,6 +19,9 @@ import numpy as np
 
 from kvpool.bench.process import RoleProcess
 from kvpool.core.errors import UnavailableError, UsageError
+from kvpool.core.identities import META, client_identity, node_identity
+from kvpool.ops.issuing import Authority
+from kvpool.ops.settings import TlsSettings
 from kvpool.ops.sources import load_settings
 
 GB = 1e9
@@ -43,12 +46,14 @@ class PoolProcesses:
         framed: ``tcp://`` address of the metadata service's framed protocol.
         unix: ``unix://`` address of the same.
         pids: Its processes.
+        tls: What its clients need, if it has TLS.
     """
 
     uri: str
     framed: str
     unix: str
     pids: tuple[int, ...]
+    tls: TlsSettings | None = None
 
 
 @contextlib.contextmanager
@@ -60,6 +65,7 @@ def pool_processes(
     disk: tuple[Path, int] | None = None,
     ucx: bool = False,
     device: str = "",
+    tls: bool = False,
     **meta: object,
 ) -> Iterator[PoolProcesses]:
     """A metadata service and, unless ``node_bytes`` is None, store nodes; nothing of them is left behind.
@@ -71,11 +77,14 @@ def pool_processes(
         meta_unix: Whether the service offers its Unix socket, which clients on this host then prefer.
         ucx: Whether nodes serve the ucx transport.
         device: A GPU whose memory nodes hold blocks in; empty: in shared memory.
+        tls: Whether all parts speak TLS.
         meta: Further settings of the service.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-")))
-        options: dict[str, object] = {"grpc_port": 0, "framed_port": 0, "expected_nodes": 1}
+        certificates = _certificates(folder / "certs", nodes) if tls else None
+        secured: dict[str, object] = {} if certificates is None else {"tls_dir": certificates}
+        options: dict[str, object] = {"grpc_port": 0, "framed_port": 0, "expected_nodes": 1, **secured}
         if meta_unix:
             options["unix_socket"] = folder / "meta.sock"
         service = stack.enter_context(RoleProcess("meta", _flags({**options, **meta}), folder / "meta.log"))
@@ -90,6 +99,7 @@ def pool_processes(
                 "unix_socket": folder / f"node-{i}.sock",
                 "data_port": 0,
                 "grpc_port": 0,
+                **secured,
             }
             if disk is not None:
                 options["disk"], options["disk_size"] = disk
@@ -100,7 +110,8 @@ def pool_processes(
             node = stack.enter_context(RoleProcess("node", _flags(options), folder / f"node-{i}.log"))
             node.ready()
             pids.append(node.pid)
-        yield PoolProcesses(ready["uri"], ready["framed"], f"unix://{ready.get('unix', '')}", tuple(pids))
+        where = (ready["uri"], ready["framed"], f"unix://{ready.get('unix', '')}")
+        yield PoolProcesses(*where, tuple(pids), None if certificates is None else TlsSettings(dir=certificates))
 
 
 @contextlib.contextmanager
@@ -236,6 +247,16 @@ def at_least(name: str, value: int, least: int = 1) -> int:
     if value < least:
         raise UsageError(f"{name} is {value}; it must be {least} or more")
     return value
+
+
+def _certificates(folder: Path, nodes: int) -> Path:
+    """``folder``, with certificates for a day."""
+    authority = Authority(folder, days=1)
+    authority.issue("meta", META, renew=False)
+    authority.issue("client", client_identity("default", "bench"), renew=False)
+    for i in range(nodes):
+        authority.issue(f"node-bench-{i}", node_identity(f"bench-{i}"), renew=False)
+    return folder
 
 
 def _flags(options: dict[str, Any]) -> dict[str, object]:

@@ -27,7 +27,7 @@ from kvpool.ops.settings import MetaSettings, NodeSettings
 from kvpool.transport.streams import STREAM_BYTES_MIN
 from kvpool.transport.ucx.nixl import require_nixl
 
-TRANSPORTS = ("shm", "unix", "tcp", "inproc", "ucx")
+TRANSPORTS = ("shm", "unix", "tcp", "tls", "inproc", "ucx")
 OPS = tuple(op.name.lower() for op in Op)
 BLOCK_BYTES = (64 << 10, 1 << 20, 2 << 20)
 
@@ -122,7 +122,7 @@ class TransferRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", 
 
     Attributes:
         gbps: 10^9 bytes a second, checked; of the median round.
-        limit_gbps: The same of the raw limit.
+        limit_gbps: The same of the raw limit; for tls, of the same pool over tcp.
         ratio: Median over the rounds of ours to the limit's next to it.
         cpu_s_per_gb: CPU seconds of client, node and metadata service together.
         p50_us_single: One call for one block, from its hash to verified (or committed) bytes.
@@ -153,16 +153,10 @@ def measure_transfer(settings: TransferSettings) -> TransferRow:
         KvpoolError: The pool did not start, or did not move every block.
     """
     with contextlib.ExitStack() as stack:
-        uri, pids = stack.enter_context(_pool(settings))
-        client = stack.enter_context(
-            kvpool.connect(uri, transports=(settings.transport,), timeout_s=TIMEOUT_S, streams=settings.streams)
-        )
-        namespace = kvpool.Namespace(model="kvpool-bench", block_tokens=16, block_bytes=settings.block_bytes)
         memory = shared_memory(settings.count * settings.block_bytes)
-        if settings.transport == "ucx":
-            pids += children_of(pids)
+        client, pids = stack.enter_context(_connected(settings))
         limit = stack.enter_context(_limit(settings, memory))
-        mover = _Mover(client.namespace(namespace), settings, memory)
+        mover = _Mover(client, settings, memory)
         executor = stack.enter_context(ThreadPoolExecutor(settings.threads, "bench"))
 
         each = executor.map if settings.threads > 1 else map
@@ -174,7 +168,12 @@ def measure_transfer(settings: TransferSettings) -> TransferRow:
 
             return one_round
 
-        compared = compare(round_of(mover.move), round_of(limit.move), settings.rounds, pids, mover.prepare)
+        def prepare() -> None:
+            mover.prepare()
+            if isinstance(limit, _Mover):
+                limit.prepare()
+
+        compared = compare(round_of(mover.move), round_of(limit.move), settings.rounds, pids, prepare)
         p50_us_single = percentile(mover.singles_us(), 50)
         evicting = client.status().counters["evicted_blocks"] > 0
     moved_gb = settings.count * settings.block_bytes / GB
@@ -199,8 +198,9 @@ def measure_transfer(settings: TransferSettings) -> TransferRow:
 class _Mover:
     """Moves batches through the pool: stored chains for gets, chains never seen for puts."""
 
-    def __init__(self, keyspace: kvpool.Keyspace, settings: TransferSettings, memory: Block) -> None:
-        self._keyspace = keyspace
+    def __init__(self, client: kvpool.Client, settings: TransferSettings, memory: Block) -> None:
+        namespace = kvpool.Namespace(model="kvpool-bench", block_tokens=16, block_bytes=settings.block_bytes)
+        self._keyspace = client.namespace(namespace)
         self._settings = settings
         self._is_get = settings.op == "get"
         buffers = self._buffers = blocks_of(memory, settings.block_bytes)
@@ -266,23 +266,40 @@ class _Mover:
 
 
 @contextlib.contextmanager
-def _pool(settings: TransferSettings) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A pool; its address and the processes whose CPU time counts, this one included."""
+def _connected(settings: TransferSettings) -> Iterator[tuple[kvpool.Client, tuple[int, ...]]]:
+    """A client of a pool of its own, and the processes whose CPU time counts, this one included."""
+    scheme = "tcp" if settings.transport == "tls" else settings.transport
+    with (
+        _pool(settings) as (uri, pids, tls),
+        kvpool.connect(uri, transports=(scheme,), timeout_s=TIMEOUT_S, streams=settings.streams, tls=tls) as client,
+    ):
+        yield client, pids + (children_of(pids) if scheme == "ucx" else ())
+
+
+@contextlib.contextmanager
+def _pool(settings: TransferSettings) -> Iterator[tuple[str, tuple[int, ...], kvpool.TlsSettings | None]]:
+    """A pool: its address, its processes with this one, and what its clients need."""
     if settings.transport != "inproc":
-        with pool_processes(settings.pool_bytes, ucx=settings.transport == "ucx") as pool:
-            yield pool.uri, (os.getpid(), *pool.pids)
+        has = {name: settings.transport == name for name in ("ucx", "tls")}
+        with pool_processes(settings.pool_bytes, ucx=has["ucx"], tls=has["tls"]) as pool:
+            yield pool.uri, (os.getpid(), *pool.pids), pool.tls
         return
     with segment_folder() as folder:
         node = NodeSettings(
             size=settings.pool_bytes, segment_dir=folder, unix_socket=folder / "node.sock", data_port=0, grpc_port=0
         )
         with EmbeddedPool(MetaSettings(grpc_port=0, framed_port=0), node) as embedded:
-            yield embedded.uri, (os.getpid(),)
+            yield embedded.uri, (os.getpid(),), None
 
 
 @contextlib.contextmanager
 def _limit(settings: TransferSettings, memory: Block) -> Iterator[Limit]:
     op = Op[settings.op.upper()]
+    if settings.transport == "tls":
+        plain = msgspec.structs.replace(settings, transport="tcp")
+        with _connected(plain) as (client, _):
+            yield _Mover(client, plain, memory)
+        return
     if settings.transport == "ucx":
         with ucx_limit(memory, settings.block_bytes, settings.threads, settings.streams_used) as reads:
             yield reads

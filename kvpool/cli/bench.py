@@ -16,6 +16,7 @@ from kvpool.bench import recovery as recoveries
 from kvpool.bench import replicas as replication
 from kvpool.bench import store as stores
 from kvpool.bench import transfer as transfers
+from kvpool.bench.cipher import CipherRow, measure_cipher
 from kvpool.bench.gpu import GpuSettings
 from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
 from kvpool.bench.loss import LossRow
@@ -42,6 +43,7 @@ from kvpool.ops.settings import LogSettings
 
 Row = (
     TransferRow
+    | CipherRow
     | LookupRow
     | LookupCoreRow
     | DirectoryMemoryRow
@@ -79,6 +81,7 @@ def transfer(
     threads: Annotated[int, typer.Option(help="Threads that call.")] = 1,
     streams: Annotated[int, typer.Option(help="Threads or connections that one call may use.")] = 2,
     layout: Annotated[str, typer.Option(help="The caller's buffers: array, or scattered.")] = "array",
+    tls: Annotated[bool, typer.Option("--tls", help="TCP with TLS too, in turns with plaintext.")] = False,
     node_size: Annotated[
         str | None, typer.Option(help="Memory of the node; with less than by default, puts evict. [default: all fits]")
     ] = None,
@@ -87,7 +90,8 @@ def transfer(
     """Move blocks between a client and a node, every byte verified, in turns with the raw limit.
 
     The limit has as many threads and streams, and checks nothing: copies between two mappings of shared memory for
-    shm and inproc, scatter/gather sockets for tcp and unix, NIXL's own reads for ucx.
+    shm and inproc, scatter/gather sockets for tcp and unix, NIXL's own reads for ucx. That of tls is the same pool in
+    plaintext, and what AES-GCM does alone is told beside.
     """
     settings = [
         TransferSettings(
@@ -102,7 +106,9 @@ def transfer(
             layout=layout,
             node_bytes=parse_size(node_size) if node_size is not None else None,
         )
-        for one_transport, one_op, size in itertools.product(_words(transport), _words(op), _words(block_bytes))
+        for one_transport, one_op, size in itertools.product(
+            dict.fromkeys([*_words(transport), *(["tls"] if tls else [])]), _words(op), _words(block_bytes)
+        )
     ]
     _show(_transfer_rows(settings), output)
 
@@ -244,7 +250,12 @@ def all_(*, output: FormatOption = Format.TEXT) -> None:
 
 
 def _transfer_rows(settings: Iterable[TransferSettings]) -> Iterator[Row]:
-    return map(transfers.measure_transfer, settings)
+    seals = False
+    for one in settings:
+        yield transfers.measure_transfer(one)
+        seals |= one.transport == "tls"
+    if seals:
+        yield measure_cipher()
 
 
 def _lookup_rows(sizes: Sequence[int], samples: int, memory_blocks: int) -> Iterator[Row]:
@@ -311,6 +322,11 @@ def _transfers(rows: Sequence[Row]) -> RenderableType | None:
         "GB/s: every byte verified; limit: the same bytes moved raw, in turns with ours.",
         f"Threads x streams of both: {', '.join(sorted(lanes))}.",
         "single: one call for one block, from its hash to its bytes, p50.",
+        *(
+            f"Limit of tls: the same pool in plaintext. {row.cipher} alone, on one core: {row.gbps:.2f} GB/s."
+            for row in rows
+            if isinstance(row, CipherRow)
+        ),
     )
 
 

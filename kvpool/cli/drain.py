@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvpool.cli import ConfigOption
+from kvpool.cli.connecting import connect_operator
 from kvpool.cli.output import Format, FormatOption, emit
 from kvpool.core.errors import KvpoolError
 from kvpool.core.units import format_size, parse_duration
 from kvpool.ops.logging import configure
-from kvpool.ops.sources import load_settings
+from kvpool.ops.sources import field_of, load_settings
 
 if TYPE_CHECKING:
     from kvpool.client import Client, DrainStatus
@@ -34,6 +35,7 @@ def drain(
     ] = "5m",
     stay: Annotated[bool, typer.Option("--stay", help="Keep the node in the pool, without new blocks.")] = False,
     cancel: Annotated[bool, typer.Option("--cancel", help="End a drain: place blocks on the node again.")] = False,
+    tls_dir: Annotated[str | None, typer.Option("--tls-dir", help=field_of("tls.dir").description)] = None,
     config: ConfigOption = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
@@ -42,12 +44,10 @@ def drain(
     Ctrl-C ends the watching, not the drain: the same command goes on with it, --cancel ends it. Exits with 1 when the
     node was lost, or the drain cancelled, before it was over.
     """
-    from kvpool import connect  # noqa: PLC0415 - help is quick without it
-
-    settings = load_settings(config, {"client.pool": pool})
+    settings = load_settings(config, {"client.pool": pool, "tls.dir": tls_dir})
     configure(settings.log)
     timeout_s = parse_duration(timeout)
-    with connect(settings.client.pool, timeout_s=settings.client.timeout_s) as client:
+    with connect_operator(settings) as client:
         if cancel:
             cancelled = client.cancel_drain(node)
             emit(cancelled, output, f"{node}: the drain is cancelled; blocks are placed there again")

@@ -9,6 +9,7 @@ import typer
 
 from kvpool.cli import with_settings
 from kvpool.cli.asking import Where, find_where, read_hashes
+from kvpool.cli.connecting import CLIENT_TLS_KEYS, connect_operator
 from kvpool.cli.output import Format, emit, table
 from kvpool.core.directory import Cause, MissReason
 from kvpool.core.errors import UsageError
@@ -41,7 +42,7 @@ NamespaceOption = Annotated[
 Model = Annotated[str | None, typer.Option(help="Look in all namespaces of this model.")]
 
 
-@with_settings("client.pool", "client.timeout_s")
+@with_settings("client.pool", "client.timeout_s", *CLIENT_TLS_KEYS)
 def explain(
     settings: Settings,
     output: Format,
@@ -55,7 +56,6 @@ def explain(
 
     Without a namespace or a model, all namespaces are searched.
     """
-    from kvpool import connect  # noqa: PLC0415 - after the settings are known to be good
     from kvpool.client.explaining import explain as ask  # noqa: PLC0415
 
     if (hash is None) == (request is None):
@@ -63,8 +63,7 @@ def explain(
     if namespace is not None and model is not None:
         raise UsageError("give --namespace or --model, not both")
     hashes = read_hashes(hash, request)
-    client = settings.client
-    with connect(client.pool, timeout_s=client.timeout_s) as pool:
+    with connect_operator(settings) as pool:
         where: Where = model if namespace is None else find_where(namespace, pool.status().namespaces)
         explained = ask(pool, hashes, where)
     emit(asdict(explained), output, table(_COLUMNS, _rows(explained)))

@@ -30,6 +30,7 @@ _COMMANDS = {
     "demo-vllm": "Run two vLLM engines against a real pool and compare their times and answers.",
     "simulate": "Replay a trace against the directory and show how large a pool it needs.",
     "bench": "Measure look-ups and transfers.",
+    "certs": "Make the CA, certificates and tokens of a pool with TLS.",
     "vllm-config": "Print what `vllm serve` needs to be told to use a pool.",
     "config": "Show, check and document the settings.",
 }

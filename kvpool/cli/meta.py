@@ -3,7 +3,9 @@
 import os
 
 from kvpool.cli import serve, with_settings
+from kvpool.cli.connecting import SERVER_TLS_KEYS
 from kvpool.cli.output import Format, emit
+from kvpool.ops.authentication import Security
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import Settings
 from kvpool.ops.version import __version__
@@ -17,6 +19,7 @@ from kvpool.ops.version import __version__
     "meta.http_listen",
     "meta.http_port",
     "meta.unix_socket",
+    "meta.token_port",
     "meta.insecure",
     "meta.lease_max_s",
     "meta.lease_cap",
@@ -35,21 +38,25 @@ from kvpool.ops.version import __version__
     "meta.replicas_max",
     "meta.replica_read_rate",
     "meta.replica_budget",
+    *SERVER_TLS_KEYS,
 )
 def meta(settings: Settings, output: Format) -> None:
     """Run the metadata service until SIGTERM or Ctrl-C."""
     from kvpool.meta import MetaServer  # noqa: PLC0415 - after the settings are known to be good
 
-    if settings.meta.insecure:
+    server = MetaServer(settings.meta, settings.tls)
+    if server.security == Security.INSECURE:
         get_logger(__name__).warning("plaintext_without_authentication", listen=settings.meta.listen)
-    server = MetaServer(settings.meta)
 
     def announce() -> None:
-        places = {"uri": f"grpc://{server.grpc_address}", "framed": f"tcp://{server.framed_address}"}
+        scheme = "tls" if server.security == Security.TLS else "tcp"
+        places = {"uri": f"grpc://{server.grpc_address}", "framed": f"{scheme}://{server.framed_address}"}
+        if server.token_address:
+            places["for_tokens"] = f"grpc://{server.token_address}"
         if settings.meta.unix_socket is not None:
             places["unix"] = str(settings.meta.unix_socket)
         places["http"] = f"http://{server.http_address}"
-        ready = {"event": "ready", "role": "meta", "pid": os.getpid(), **places}
-        emit(ready, output, f"kvpool meta {__version__} ready: {', '.join(places.values())}")
+        ready = {"event": "ready", "role": "meta", "pid": os.getpid(), "security": server.security, **places}
+        emit(ready, output, f"kvpool meta {__version__} ready ({server.security}): {', '.join(places.values())}")
 
     serve(server.start, announce, server.stop)

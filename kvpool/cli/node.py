@@ -4,8 +4,10 @@ import os
 import signal
 
 from kvpool.cli import serve, with_settings
+from kvpool.cli.connecting import SERVER_TLS_KEYS
 from kvpool.cli.output import Format, emit
 from kvpool.core.units import format_size
+from kvpool.ops.authentication import Security
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import Settings
 from kvpool.ops.version import __version__
@@ -29,6 +31,7 @@ from kvpool.ops.version import __version__
     "node.http_port",
     "node.unix_socket",
     "node.ucx",
+    "node.ucx_plaintext",
     "node.insecure",
     "node.connections_max",
     "node.keep_segment",
@@ -37,14 +40,15 @@ from kvpool.ops.version import __version__
     "node.join_timeout_s",
     "node.quarantine_s",
     "node.drain_timeout_s",
+    *SERVER_TLS_KEYS,
 )
 def node(settings: Settings, output: Format) -> None:
     """Run a store node until SIGTERM (it drains first), Ctrl-C, or until `kvpool drain` has emptied it."""
     from kvpool.node import NodeServer  # noqa: PLC0415 - after the settings are known to be good
 
-    if settings.node.insecure:
+    server = NodeServer(settings.node, on_leave=lambda: os.kill(os.getpid(), signal.SIGTERM), tls=settings.tls)
+    if server.security == Security.INSECURE:
         get_logger(__name__).warning("plaintext_without_authentication", listen=settings.node.listen)
-    server = NodeServer(settings.node, on_leave=lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def announce() -> None:
         ready = {
@@ -52,13 +56,18 @@ def node(settings: Settings, output: Format) -> None:
             "role": "node",
             "node_id": settings.node.node_id,
             "pid": os.getpid(),
-            "data": f"tcp://{server.data_address}",
+            "security": server.security,
+            "data": f"{'tls' if server.security == Security.TLS else 'tcp'}://{server.data_address}",
             "unix": str(server.unix_path),
             "grpc": f"grpc://{server.grpc_address}",
             "http": f"http://{server.http_address}",
             "capacity_bytes": settings.node.capacity_bytes,
         }
         name, size = settings.node.node_id, format_size(settings.node.capacity_bytes)
-        emit(ready, output, f"kvpool node {__version__} {name} ready: {size}, {ready['data']}, {ready['unix']}")
+        emit(
+            ready,
+            output,
+            f"kvpool node {__version__} {name} ready ({server.security}): {size}, {ready['data']}, {ready['unix']}",
+        )
 
     serve(server.start, announce, server.stop, server.drain)

@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 
 from kvpool.cli import with_settings
+from kvpool.cli.connecting import CLIENT_TLS_KEYS, connect_operator
 from kvpool.cli.output import Format, UnhealthyError, emit, table
 from kvpool.core.directory import DISK
 from kvpool.core.members import MemberState
 from kvpool.core.units import format_size
-from kvpool.ops.settings import Settings
+from kvpool.ops.addresses import split_address
+from kvpool.ops.authentication import Security
+from kvpool.ops.settings import Settings, is_loopback
 
 if TYPE_CHECKING:
     from kvpool.client import PoolStatus
@@ -18,13 +21,10 @@ if TYPE_CHECKING:
 _COLUMNS = ("node", "state", "#used", "#of", "#%", "#blocks", "#scrub", "#bad", "transport", "endpoints")
 
 
-@with_settings("client.pool", "client.timeout_s", "client.transports", "client.streams")
+@with_settings("client.pool", "client.timeout_s", "client.transports", "client.streams", *CLIENT_TLS_KEYS)
 def status(settings: Settings, output: Format) -> None:
     """Show the pool's nodes; exit with 3 if the pool cannot be reached, 4 if it is not healthy."""
-    from kvpool import connect  # noqa: PLC0415 - after the settings are known to be good
-
-    client = settings.client
-    with connect(client.pool, transports=client.transports, timeout_s=client.timeout_s, streams=client.streams) as pool:
+    with connect_operator(settings) as pool:
         pool_status = pool.status(reach=True)
     emit(pool_status, output, _view(pool_status))
     _check_health(pool_status)
@@ -52,7 +52,22 @@ def _view(pool_status: "PoolStatus") -> RenderableType:
     ]
     headline = f"incarnation {pool_status.incarnation}, namespaces {len(pool_status.namespaces)}"
     columns = (*_COLUMNS, *(["disk"] if has_disks else []), *(["copied here"] if has_copies else []))
-    return Group(headline, *_recovery(pool_status), table(columns, rows))
+    return Group(headline, *_security(pool_status), *_recovery(pool_status), table(columns, rows))
+
+
+def _security(pool_status: "PoolStatus") -> list[str]:
+    """How the pool is guarded; louder where it is not."""
+    if pool_status.security == Security.INSECURE:
+        return ["INSECURE: plaintext, for anybody who reaches the metadata service; see `kvpool certs`"]
+    exposed = [node.node_id for node in pool_status.nodes if any(map(_is_exposed, node.endpoints))]
+    if exposed:
+        return [f"INSECURE: plaintext, for anybody who reaches {', '.join(exposed)}; see `kvpool certs`"]
+    return ["security: TLS" if pool_status.security == Security.TLS else "security: none, on loopback alone"]
+
+
+def _is_exposed(uri: str) -> bool:
+    scheme, _, address = uri.partition("://")
+    return scheme == "tcp" and not is_loopback(split_address(address)[0])
 
 
 def _disk(node: "NodeStatus") -> str:

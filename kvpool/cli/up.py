@@ -25,6 +25,7 @@ LOOPBACK = "127.0.0.1"
     "meta.grpc_port",
     "meta.framed_port",
     "meta.http_port",
+    "tls.dir",
 )
 def up(settings: Settings, output: Format) -> None:
     """Run a whole pool in one process on loopback until SIGTERM or Ctrl-C."""
@@ -41,6 +42,7 @@ def up(settings: Settings, output: Format) -> None:
             "event": "ready",
             "role": "up",
             "pid": os.getpid(),
+            "security": pool.meta.security,
             "uri": pool.uri,
             "http": f"http://{pool.meta.http_address}",
             "capacity_bytes": settings.node.capacity_bytes,
@@ -57,9 +59,16 @@ def _transports(settings: Settings) -> list[str]:
     return ["shm", *(["ucx"] if settings.node.ucx else []), "unix", "tcp"]
 
 
-def _vllm_config(uri: str) -> str:
+def _vllm_config(settings: Settings, uri: str) -> str:
     command = "kvpool vllm-config"
-    return command if uri == ClientSettings().pool else f"{command} --pool {uri}"
+    if uri != ClientSettings().pool:
+        command += f" --pool {uri}"
+    return command if settings.tls.dir is None else f"{command} --tls-dir {settings.tls.dir}"
+
+
+def _connect(settings: Settings, uri: str) -> str:
+    tls = "" if settings.tls.dir is None else f', tls=kvpool.TlsSettings(dir="{settings.tls.dir}")'
+    return f'import kvpool; pool = kvpool.connect("{uri}"{tls})'
 
 
 def _banner(settings: Settings, uri: str, http_address: str) -> str:
@@ -69,8 +78,8 @@ def _banner(settings: Settings, uri: str, http_address: str) -> str:
         "capacity": f"{format_size(node.capacity_bytes)} in {node.device if node.vram else node.segment_dir}",
         "transports": ", ".join(_transports(settings)),
         "metrics": f"http://{http_address}/metrics",
-        "in Python": f'import kvpool; pool = kvpool.connect("{uri}")',
-        "in vLLM": f'vllm serve MODEL --kv-transfer-config "$({_vllm_config(uri)})"',
+        "in Python": _connect(settings, uri),
+        "in vLLM": f'vllm serve MODEL --kv-transfer-config "$({_vllm_config(settings, uri)})"',
         "to stop": "Ctrl-C",
     }
     return "\n".join([f"kvpool {__version__}", *(f"  {name:<12}{value}" for name, value in rows.items())])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvpool.cli import with_settings
+from kvpool.cli.connecting import CLIENT_TLS_KEYS, connect_operator
 from kvpool.cli.output import Format, emit, table
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.units import format_size
@@ -19,19 +20,18 @@ _COLUMNS = ("node", "#blocks", "#bytes", "#bad", "#GB/s", "")
 Nodes = Annotated[list[str] | None, typer.Argument(metavar="[NODE]...", help="Nodes to check; all by default.")]
 
 
-@with_settings("client.pool", "client.timeout_s")
+@with_settings("client.pool", "client.timeout_s", *CLIENT_TLS_KEYS)
 def verify(settings: Settings, output: Format, nodes: Nodes = None) -> None:
     """Compare every stored block with its checksum, as fast as memory allows.
 
     Bad blocks are no longer served, and their memory is not used again before the node restarts. Exit with 1 if any
     was found, 3 if a node could not be asked.
     """
-    from kvpool import connect  # noqa: PLC0415 - after the settings are known to be good
     from kvpool.client.verifying import choose_nodes, verify_nodes  # noqa: PLC0415
 
-    with connect(settings.client.pool, timeout_s=settings.client.timeout_s) as pool:
+    with connect_operator(settings) as pool:
         chosen = choose_nodes(pool.status().nodes, nodes or [])
-    found = verify_nodes(chosen, settings.client.timeout_s)
+        found = verify_nodes(chosen, settings.client.timeout_s, pool.credentials)
     emit({"nodes": [_record(node) for node in found]}, output, table(_COLUMNS, map(_row, found)))
     _check(found)
 

@@ -12,7 +12,7 @@ from kvpool.cli.output import Format, FormatOption, emit
 from kvpool.core.errors import SettingsError, UsageError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.units import parse_size
-from kvpool.ops.settings import ClientSettings
+from kvpool.ops.settings import ClientSettings, TlsSettings
 from kvpool.ops.sources import field_of, load_settings
 from kvpool.transport.registry import SCHEMES
 
@@ -42,12 +42,16 @@ def vllm_config(
     local_node: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Have the first engine of a host start a store node, e.g. 8GiB.")
     ] = None,
+    tls_dir: Annotated[
+        str | None, typer.Option("--tls-dir", help="Folder on the engines' hosts that `kvpool certs` made.")
+    ] = None,
     role: Annotated[Role, typer.Option(help="Store and load, store only, or load only.")] = Role.BOTH,
     config: ConfigOption = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
     """Print the JSON that `vllm serve MODEL --kv-transfer-config` takes; one line, also with --format text."""
-    client = load_settings(config, {"client.pool": pool}).client
+    settings = load_settings(config, {"client.pool": pool, "tls.dir": tls_dir})
+    client = settings.client
     extra: dict[str, object] = {"pool": client.pool}
     transports = _known(transport or client.transports)
     if transports != list(ClientSettings().transports):
@@ -60,6 +64,8 @@ def vllm_config(
         extra["save_decode"] = False
     if local_node is not None:
         extra["local_node"] = {"size": _usable(local_node)}
+    if settings.tls.enabled:
+        extra["tls"] = _paths(settings.tls)
     document = _document(role, extra)
     emit(document, output, msgspec.json.encode(document).decode())
 
@@ -73,6 +79,16 @@ def _document(role: Role, extra: dict[str, object]) -> dict[str, object]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
+
+
+def _paths(tls: TlsSettings) -> dict[str, str]:
+    """Where an engine finds its certificates; this line is shown in logs, and is no place for a token."""
+    if tls.token is not None:
+        raise SettingsError(
+            "tls.token would be in vLLM's logs: put the token in a file, and name that in tls.token_file"
+        )
+    files = {"dir": tls.dir, "ca": tls.ca, "cert": tls.cert, "key": tls.key, "token_file": tls.token_file}
+    return {name: str(path) for name, path in files.items() if path is not None}
 
 
 def _known(transports: Sequence[str]) -> list[str]:

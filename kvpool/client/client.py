@@ -17,13 +17,17 @@ from kvpool.core.errors import ClosedError, KvpoolError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX, DRAIN_S_MAX, STREAMS_MAX
 from kvpool.core.members import Scrub
 from kvpool.core.namespace import Namespace
+from kvpool.ops.credentials import Credentials, open_credentials
 from kvpool.ops.failpoints import arm
+from kvpool.ops.settings import TlsSettings
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.streams import Streams
 from kvpool.v1 import admin_pb2, common_pb2
 
 if TYPE_CHECKING:
     from kvpool.ops.metrics.exposition import RoleCollector
+CALLER_NAMES = ("client",)
+"""Certificates of ``tls.dir`` that a program takes; commands take an operator's."""
 
 DEFAULT_TRANSPORTS = ("inproc", "shm", "tcp")
 
@@ -34,11 +38,20 @@ class Client:
     Made by `connect`.
     """
 
-    def __init__(self, uri: str, transports: Sequence[str], timeout_s: float, streams: int, principal: str) -> None:
+    def __init__(
+        self,
+        uri: str,
+        transports: Sequence[str],
+        timeout_s: float,
+        streams: int,
+        principal: str,
+        credentials: Credentials | None = None,
+    ) -> None:
         self.timeout_s = check_timeout(timeout_s)
-        self._meta = MetaClient(uri, principal)
+        self.credentials = credentials
+        self._meta = MetaClient(uri, principal, credentials)
         try:
-            self._nodes = Nodes(tuple(transports), uri, principal, streams)
+            self._nodes = Nodes(tuple(transports), uri, principal, streams, credentials)
         except BaseException:
             self._meta.close()
             raise
@@ -95,6 +108,7 @@ class Client:
             ),
             counters=dict(answer.counters),
             recovery=_recovery_status(answer.recovery),
+            security=answer.security,
         )
 
     def drain(
@@ -176,6 +190,7 @@ def connect(
     timeout_s: float = 5.0,
     streams: int = 2,
     principal: str = "",
+    tls: TlsSettings | None = None,
 ) -> Client:
     """Connect to the pool at ``uri``.
 
@@ -186,20 +201,27 @@ def connect(
         timeout_s: Deadline of calls that name none.
         streams: Threads, or connections, that one large transfer may use.
         principal: Who is calling, for the pool's logs; by default this process's number.
+        tls: Certificates, or a CA and a token, for a pool with TLS: ``kvpool.TlsSettings(dir="/etc/kvpool/tls")``.
 
     Returns:
         A client, connected.
 
     Raises:
+        AuthenticationError: The pool does not believe who is calling, or is not the one that it should be.
         UnavailableError: The pool does not answer in ``timeout_s``.
-        UsageError: An address, a transport, or a number that cannot be, or a transport that is not installed.
+        UsageError: An address, a file, a transport, or a number that cannot be, or a transport that is not installed.
     """
     if not isinstance(streams, int) or not 1 <= streams <= STREAMS_MAX:
         raise UsageError(f"streams is {streams!r}; use from 1 to {STREAMS_MAX}")
     if isinstance(transports, str) or not transports:
         raise UsageError(f"transports is {transports!r}; give a list, e.g. ['shm', 'tcp']")
     arm(os.environ)
-    client = Client(uri, transports, timeout_s, streams, principal or f"pid:{os.getpid()}")
+    if tls is not None and not isinstance(tls, TlsSettings):
+        raise UsageError(
+            f"tls is a {type(tls).__name__}; give kvpool.TlsSettings, e.g. kvpool.TlsSettings(dir='certs')"
+        )
+    credentials = None if tls is None else open_credentials(tls, CALLER_NAMES)
+    client = Client(uri, transports, timeout_s, streams, principal or f"pid:{os.getpid()}", credentials)
     try:
         client._meta.find(client._deadline(None))
     except BaseException:

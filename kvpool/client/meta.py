@@ -11,6 +11,7 @@ import grpc
 from kvpool.client.breaker import Breaker
 from kvpool.client.retries import RetryBudget
 from kvpool.core.errors import (
+    AuthenticationError,
     ClosedError,
     DeadlineError,
     KvpoolError,
@@ -18,12 +19,14 @@ from kvpool.core.errors import (
     SettingsError,
     UnavailableError,
 )
-from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
+from kvpool.core.identities import META
+from kvpool.ops.addresses import split_address
+from kvpool.ops.channels import Channels
+from kvpool.ops.credentials import Credentials
 from kvpool.transport.backoff import full_jitter
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.pool import ConnectionPool, first_reachable
-from kvpool.transport.wire.connection import split_address
 from kvpool.transport.wire.messages import Message, NodeInfo, SegmentInfo, Topology
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
 
@@ -48,12 +51,13 @@ class MetaClient:
     Args:
         uri: ``grpc://host:port``.
         principal: Who is calling.
+        credentials: What proves it, over TLS; None: plaintext.
 
     Raises:
         SettingsError: Not such a URI.
     """
 
-    def __init__(self, uri: str, principal: str) -> None:
+    def __init__(self, uri: str, principal: str, credentials: Credentials | None = None) -> None:
         if not isinstance(uri, str) or not uri.startswith("grpc://"):
             raise SettingsError(f"pool {uri!r} is not an address; write grpc://HOST:PORT, e.g. grpc://127.0.0.1:7300")
         self.uri = uri
@@ -63,12 +67,19 @@ class MetaClient:
         self._lock = threading.Lock()
         split_address(uri.removeprefix("grpc://"))
         self._principal = principal
-        self._channel = grpc.insecure_channel(uri.removeprefix("grpc://"), options=CHANNEL_OPTIONS)
-        self._directory = directory_pb2_grpc.DirectoryStub(self._channel)
-        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+        self._peer = None if credentials is None else credentials.toward(META)
+        self._channels = Channels(uri.removeprefix("grpc://"), self._peer)
         self._breaker = Breaker(time.monotonic, pause_s=PAUSE_S)
         self._pools: OpenOnce[str, ConnectionPool] = OpenOnce("the client", ConnectionPool.close)
         self.topology = Topology(0, [])
+
+    @property
+    def _directory(self) -> directory_pb2_grpc.DirectoryStub:
+        return directory_pb2_grpc.DirectoryStub(self._channels.current())
+
+    @property
+    def _admin(self) -> admin_pb2_grpc.AdminStub:
+        return admin_pb2_grpc.AdminStub(self._channels.current())
 
     def open_namespace(self, document: bytes, deadline: Deadline) -> bytes:
         """Make a namespace known to the service; raises InvalidNamespaceError, UnavailableError."""
@@ -133,7 +144,7 @@ class MetaClient:
     def close(self) -> None:
         """Close all connections."""
         self._pools.close()
-        self._channel.close()
+        self._channels.close()
 
     def _call_once(self, request: Message, reply_type: type[Reply], deadline: Deadline) -> Reply:
         pool: ConnectionPool | None = None
@@ -162,7 +173,7 @@ class MetaClient:
 
     def _find(self, deadline: Deadline) -> ConnectionPool:
         answer = self._pool(deadline)
-        pool = first_reachable(answer.framed, self._principal, answer.incarnation, deadline)
+        pool = first_reachable(answer.framed, self._principal, answer.incarnation, deadline, self._peer)
         self.topology = _topology(answer.topology)
         self.reconnects += 1
         return pool
@@ -175,12 +186,14 @@ class MetaClient:
         try:
             return method(request, timeout=deadline.left_s())
         except grpc.RpcError as error:
-            raise self._failure(error) from error
+            raise self._failure(error, deadline) from error
         except ValueError as error:  # what gRPC says of a closed channel
             raise ClosedError("the client is closed; connect again") from error
 
-    def _failure(self, error: grpc.RpcError) -> KvpoolError:
-        raised = raised_by(error)
+    def _failure(self, error: grpc.RpcError, deadline: Deadline) -> KvpoolError:
+        raised = self._channels.failure(error, deadline.rest_s())
+        if isinstance(raised, AuthenticationError):
+            return AuthenticationError(f"pool {self.uri}: {raised}")
         if isinstance(raised, UnavailableError) and not isinstance(raised, OverloadedError):
             return type(raised)(f"pool {self.uri} cannot be reached: {raised}; check that `kvpool meta` runs there")
         return raised

@@ -15,6 +15,7 @@ from kvpool.client.breaker import Breaker
 from kvpool.core.directory import DISK, FETCHED
 from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
 from kvpool.core.members import MemberState
+from kvpool.ops.credentials import Credentials
 from kvpool.transport import LOCAL_SCHEMES, Transport, Ways
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
@@ -43,10 +44,18 @@ class Nodes:
         pool_uri: The pool's.
         principal: Who is calling.
         streams: Connections that one large transfer may use.
+        credentials: What proves who is calling, over TLS; None: plaintext.
     """
 
-    def __init__(self, schemes: tuple[str, ...], pool_uri: str, principal: str, streams: int) -> None:
-        self._ways = Ways(schemes)
+    def __init__(
+        self,
+        schemes: tuple[str, ...],
+        pool_uri: str,
+        principal: str,
+        streams: int,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self._ways = Ways(schemes, credentials)
         self._ways.prepare(pool_uri)
         self._principal = principal
         self._streams = streams

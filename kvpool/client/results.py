@@ -191,6 +191,7 @@ class PoolStatus:
         nodes: All nodes known.
         counters: The directory's counts.
         recovery: How far the directory is rebuilt since the service's start.
+        security: How the service is guarded: ``tls``, ``loopback`` (plaintext, for its host alone) or ``insecure``.
     """
 
     incarnation: int
@@ -199,6 +200,7 @@ class PoolStatus:
     nodes: tuple[NodeStatus, ...]
     counters: dict[str, int]
     recovery: RecoveryStatus
+    security: str = ""
 
 
 @dataclass(frozen=True, slots=True)

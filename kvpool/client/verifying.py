@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import grpc
 
 from kvpool.client.results import NodeStatus
 from kvpool.core.errors import KvpoolError, UnavailableError, UsageError
+from kvpool.core.identities import node_identity
 from kvpool.core.members import MemberState
-from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
+from kvpool.ops.channels import Channels
+from kvpool.ops.credentials import Credentials
+from kvpool.ops.grpc_server import raised_by
 from kvpool.v1 import store_node_pb2, store_node_pb2_grpc
 
 CALL_MS = 250
@@ -48,19 +52,25 @@ def choose_nodes(nodes: Sequence[NodeStatus], names: Sequence[str]) -> list[Node
     return [known[name] for name in dict.fromkeys(names)] if names else list(nodes)
 
 
-def verify_nodes(nodes: Sequence[NodeStatus], timeout_s: float) -> list[NodeVerified]:
-    """Let nodes check all they hold, side by side; a call without an answer in ``timeout_s`` ends its node's check."""
+def verify_nodes(
+    nodes: Sequence[NodeStatus], timeout_s: float, credentials: Credentials | None = None
+) -> list[NodeVerified]:
+    """Let nodes check all they hold, side by side; a call without an answer in ``timeout_s`` ends its node's check.
+
+    ``credentials`` prove who asks, over TLS.
+    """
     if not nodes:
         return []
     with ThreadPoolExecutor(min(len(nodes), NODES_AT_ONCE), "kvpool-verify") as threads:
-        return list(threads.map(lambda node: _verify(node, timeout_s), nodes))
+        return list(threads.map(lambda node: _verify(node, timeout_s, credentials), nodes))
 
 
-def _verify(node: NodeStatus, timeout_s: float) -> NodeVerified:
+def _verify(node: NodeStatus, timeout_s: float, credentials: Credentials | None) -> NodeVerified:
     found = NodeVerified(node.node_id)
     try:
-        with grpc.insecure_channel(_address(node), options=CHANNEL_OPTIONS) as channel:
-            stub = store_node_pb2_grpc.StoreNodeStub(channel)
+        peer = None if credentials is None else credentials.toward(node_identity(node.node_id))
+        with closing(Channels(_address(node), peer)) as channels:
+            stub = store_node_pb2_grpc.StoreNodeStub(channels.current())
             page, pages = 0, 1
             while page < pages:
                 part = _ask(stub, page, timeout_s)

@@ -9,6 +9,7 @@ KvpoolError
 │   ├── ClosedError             use after close()
 │   └── SettingsError           a setting that cannot be: names the key, the value and the fix
 ├── UnavailableError        the pool cannot be reached now; retrying may help
+│   ├── AuthenticationError     somebody does not prove who it is, or is not who it should be
 │   ├── DeadlineError           the call's deadline ran out
 │   └── OverloadedError         the peer is there, and has too much to do: try later
 ├── ProtocolError           the peer sent what the wire contract does not allow; the connection is closed
@@ -17,6 +18,7 @@ KvpoolError
 """
 
 __all__ = [
+    "AuthenticationError",
     "CapacityError",
     "ClosedError",
     "DeadlineError",
@@ -68,6 +70,10 @@ class SettingsError(UsageError):
 
 class UnavailableError(KvpoolError):
     """A peer cannot be reached; the data path turns this into misses."""
+
+
+class AuthenticationError(UnavailableError):
+    """A caller or a server whose certificate or token is missing, not believed, or another's; renewed ones may help."""
 
 
 class DeadlineError(UnavailableError):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvpool.core.errors import AuthenticationError
+
 
 class Role(StrEnum):
     """What a caller may ask for."""
@@ -31,3 +33,12 @@ class Principal:
 def anyone(name: str) -> Principal:
     """Who calls where nobody is authenticated, by the name it claims: on loopback, or with ``--insecure``."""
     return Principal(name, frozenset(Role), None)
+
+
+def require_node(principal: Principal, node_id: str) -> None:
+    """The caller must be the node ``node_id``, where anybody is told from anybody; raises AuthenticationError."""
+    if principal.roles == frozenset(Role):  # `anyone`
+        return
+    if Role.NODE not in principal.roles or principal.name != node_id:
+        roles = ", ".join(sorted(principal.roles))
+        raise AuthenticationError(f"the caller is {principal.name!r} ({roles}); this is for node {node_id!r} alone")

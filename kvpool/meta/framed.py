@@ -7,7 +7,7 @@ from typing import Any
 from kvpool.core.errors import ProtocolError
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import RESERVE_BLOCKS_MAX, SHARDS_MAX
-from kvpool.core.principals import Principal, anyone
+from kvpool.core.principals import Principal, anyone, require_node
 from kvpool.meta.service import MetaService
 from kvpool.ops.failpoints import failpoint
 from kvpool.ops.metrics import Latency, latencies
@@ -144,6 +144,7 @@ class MetaSession:
                 strict=True,
             )
         )
+        self._check_node(request.session)
         statuses = self._service.commit(request.session, request.segment_id, request.reservation, written)
         return Statuses(bytes(statuses))
 
@@ -171,8 +172,15 @@ class MetaSession:
                 strict=True,
             )
         )
+        self._check_node(request.session)
         where = (request.session, request.segment_id, request.namespace)
         return Done(self._service.gone(*where, slots, bad=request.bad))
+
+    def _check_node(self, session: int) -> None:
+        """A node speaks for itself alone; of a session that is over nothing is taken anyway."""
+        node_id = self._service.node_of(session)
+        if node_id is not None:
+            require_node(self._principal, node_id)
 
     def _ping(self, _request: Ping) -> Message:
         return Done(0)

@@ -19,10 +19,12 @@ from kvpool.core.limits import (
     SHARDS_MAX,
 )
 from kvpool.core.members import Member, MemberSegment, Scrub
+from kvpool.core.principals import Principal, require_node
 from kvpool.meta.service import ORDERS_PER_MESSAGE, MetaService
 from kvpool.ops.admission import Admission
 from kvpool.ops.failpoints import failpoint
 from kvpool.ops.grpc_server import code_of
+from kvpool.ops.identity import principal_of
 from kvpool.ops.logging import get_logger
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, unpack
 from kvpool.v1 import membership_pb2, membership_pb2_grpc
@@ -63,7 +65,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServicer):
     def _serve(
         self, request_iterator: Iterator[membership_pb2.FromNode], context: grpc.ServicerContext
     ) -> Iterator[membership_pb2.ToNode]:
-        member = self._join(request_iterator)
+        member = self._join(request_iterator, principal_of(context))
         stream = _Stream(self._service, member)
         reader = threading.Thread(target=stream.read, args=(request_iterator,), name="kvpool-control", daemon=True)
         reader.start()
@@ -82,10 +84,13 @@ class MembershipServicer(membership_pb2_grpc.MembershipServicer):
         columns = (request.shard, request.slot, request.generation, request.checksum)
         _check_columns(count, *[len(column) for column in columns])
         written = list(zip(split_hashes(request.hashes), *columns, strict=True))
+        node_id = self._service.node_of(request.session)
+        if node_id is not None:
+            require_node(principal_of(context), node_id)
         statuses = self._service.commit(request.session, request.segment_id, request.reservation, written)
         return membership_pb2.CommitResponse(statuses=bytes(statuses))
 
-    def _join(self, requests: Iterator[membership_pb2.FromNode]) -> Member:
+    def _join(self, requests: Iterator[membership_pb2.FromNode], principal: Principal) -> Member:
         first = next(requests, None)
         if first is None or first.WhichOneof("event") != "hello":
             raise ProtocolError("a control stream begins with NodeHello")
@@ -95,6 +100,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServicer):
                 f"node {hello.node_id!r} speaks version {hello.protocol}, this service {PROTOCOL_VERSION}: "
                 "upgrade the older one"
             )
+        require_node(principal, hello.node_id)
         segments = tuple(map(MemberSegment.of, hello.segments))
         if not 1 <= len(hello.node_id) <= NODE_ID_CHARS_MAX or len(hello.endpoints) > ENDPOINTS_MAX:
             raise ProtocolError(f"node id of {len(hello.node_id)} characters, {len(hello.endpoints)} endpoints")

@@ -6,19 +6,22 @@ import time
 
 import grpc
 
+from kvpool.core.errors import SettingsError
+from kvpool.core.identities import META as META_IDENTITY
 from kvpool.core.members import MemberState
 from kvpool.meta.framed import REQUESTS, MetaSession
 from kvpool.meta.membership import MembershipServicer
 from kvpool.meta.metrics import MetaMetrics
 from kvpool.meta.service import MetaService
 from kvpool.meta.servicers import AdminServicer, DirectoryServicer
+from kvpool.ops.authentication import open_authenticator, security_of
 from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.http import HttpServer, role_pages
 from kvpool.ops.logging import get_logger
 from kvpool.ops.metrics import latencies
 from kvpool.ops.metrics.declared import META
 from kvpool.ops.metrics.exposition import new_registry
-from kvpool.ops.settings import MetaSettings
+from kvpool.ops.settings import MetaSettings, TlsSettings
 from kvpool.ops.version import __version__
 from kvpool.transport.wire.server import FramedServer, Identity
 from kvpool.v1 import admin_pb2_grpc, directory_pb2_grpc, membership_pb2_grpc
@@ -35,18 +38,32 @@ log = get_logger(__name__)
 class MetaServer:
     """A metadata service in this process. `start` returns when it serves; `stop` when nothing of it is left.
 
+    Args:
+        settings: Its settings.
+        tls: Its certificate; without one it serves plaintext.
+
     Attributes:
         service: The state, for tests and embedding.
+        security: How it is guarded.
         grpc_address: ``host:port``, once started.
+        token_address: ``host:port`` for callers with tokens, if there is one, once started.
         framed_address: ``host:port``, once started.
         http_address: ``host:port`` of health and metrics, once started.
         uri: What clients and nodes are told: ``grpc://host:port``.
     """
 
-    def __init__(self, settings: MetaSettings) -> None:
+    def __init__(self, settings: MetaSettings, tls: TlsSettings | None = None) -> None:
         self.settings = settings
+        self._authenticator = open_authenticator(tls or TlsSettings(), settings, "meta", META_IDENTITY)
+        self.security = security_of(self._authenticator, settings)
+        takes_tokens = self._authenticator is not None and self._authenticator.tokens is not None
+        if takes_tokens != (settings.token_port is not None):
+            raise SettingsError(
+                "tokens are for a port of their own: name both tls.tokens and meta.token_port, or neither"
+            )
         self.service = MetaService(settings, time.monotonic, os.urandom, self._recovered)
         self.grpc_address = ""
+        self.token_address = ""
         self.framed_address = ""
         self.http_address = ""
         times = latencies(REQUESTS.values())
@@ -54,6 +71,7 @@ class MetaServer:
             Identity("meta", self.service.incarnation),
             lambda _number, _local: MetaSession(self.service, times),
             settings.connections_max,
+            self._authenticator,
         )
         metrics = MetaMetrics(self.service, times, self._refusals, lambda: self._framed.connections, self._unready)
         self._http = HttpServer(role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready))
@@ -77,9 +95,9 @@ class MetaServer:
         settings = self.settings
         try:
             tcp_uri = self._framed.listen_tcp(settings.listen, settings.framed_port)
-            self.framed_address = tcp_uri.removeprefix("tcp://")
+            scheme, _, self.framed_address = tcp_uri.partition("://")
             if settings.advertise_host is not None:
-                tcp_uri = f"tcp://{settings.advertise_host}:{tcp_uri.rpartition(':')[2]}"
+                tcp_uri = f"{scheme}://{settings.advertise_host}:{tcp_uri.rpartition(':')[2]}"
             framed = [tcp_uri]
             if settings.unix_socket is not None:
                 framed.insert(0, self._framed.listen_unix(settings.unix_socket))
@@ -89,7 +107,10 @@ class MetaServer:
                 lambda s: self._register(s, framed),
                 streams_max=settings.nodes_max,
                 reflection_on=settings.reflection,
+                authenticator=self._authenticator,
             )
+            if settings.token_port is not None:
+                self.token_address = self._grpc.listen_for_tokens(settings.listen, settings.token_port)
             self.grpc_address = self._grpc.start(settings.listen, settings.grpc_port)
             self._show_readiness()
             self.http_address = self._http.start(settings.http_listen, settings.http_port_used)
@@ -100,7 +121,7 @@ class MetaServer:
             raise
         self._ticker.start()
         where = {"grpc": self.grpc_address, "framed": framed, "http": self.http_address}
-        log.info("meta_started", **where, incarnation=self.service.incarnation)
+        log.info("meta_started", security=self.security, **where, incarnation=self.service.incarnation)
 
     def stop(self) -> None:
         """Stop serving and wait for every thread."""
@@ -117,7 +138,9 @@ class MetaServer:
     def _register(self, server: grpc.Server, framed: list[str]) -> None:
         directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryServicer(self.service, framed, __version__), server)
         membership_pb2_grpc.add_MembershipServicer_to_server(self._membership, server)
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self.service, __version__, self._refusals), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(
+            AdminServicer(self.service, __version__, self._refusals, self.security), server
+        )
 
     def _refusals(self) -> dict[str, int]:
         return {
@@ -125,6 +148,7 @@ class MetaServer:
             "refused_nodes": self._membership.nodes.refused,
             "refused_calls": self._grpc.calls.refused if self._grpc is not None else 0,
             "refused_connections": self._framed.refused_connections,
+            "refused_callers": self._framed.refused_callers + (self._grpc.refused_callers if self._grpc else 0),
         }
 
     def _is_alive(self) -> bool:

@@ -310,6 +310,12 @@ class MetaService:
         self.mover.settled()
         return statuses
 
+    def node_of(self, session: int) -> str | None:
+        """The node whose current session this is; None for every older one."""
+        with self._lock:
+            member = self._members.of_session(session)
+            return None if member is None else member.node_id
+
     def gone(
         self, session: int, segment_id: bytes, namespace_id: bytes, slots: list[tuple[bytes, int, int]], *, bad: bool
     ) -> int:

@@ -128,10 +128,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     Args:
         service: What answers.
         version: Of the software.
-        refusals: Counts of what was refused for want of capacity, by name.
+        refusals: Counts of what was refused for want of capacity, and of callers, by name.
+        security: How the service is guarded.
     """
 
-    def __init__(self, service: MetaService, version: str, refusals: Callable[[], dict[str, int]]) -> None:
+    def __init__(
+        self, service: MetaService, version: str, refusals: Callable[[], dict[str, int]], security: str = ""
+    ) -> None:
+        self._security = security
         self._service = service
         self._version = version
         self._refusals = refusals
@@ -143,6 +147,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return admin_pb2.GetStatusResponse(
             incarnation=status.incarnation,
             version=self._version,
+            security=self._security,
             topology=topology_message(self._service),
             namespaces=[
                 admin_pb2.NamespaceStatus(namespace=namespace.id, document=namespace.document)

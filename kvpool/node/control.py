@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import grpc
 
@@ -15,7 +16,6 @@ from kvpool.node.link import MetaLink
 from kvpool.node.records import NodeSession
 from kvpool.node.store import NodeStore
 from kvpool.ops.failpoints import failpoint
-from kvpool.ops.grpc_server import raised_by
 from kvpool.ops.logging import get_logger
 from kvpool.transport.backoff import Backoff
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, pack
@@ -65,7 +65,6 @@ class Control:
         self._scrub = scrub
         self._copier = copier
         self._on_leave = on_leave
-        self._stub = membership_pb2_grpc.MembershipStub(link.channel)
         self._stopping = threading.Event()
         self._call: grpc.CallIterator[membership_pb2.ToNode] | None = None
         self._out: queue.SimpleQueue[membership_pb2.FromNode | None] = queue.SimpleQueue()
@@ -111,9 +110,10 @@ class Control:
         backoff = Backoff(REDIAL_FIRST_S, REDIAL_MAX_S)
         while not self._stopping.is_set():
             try:
-                self._one_session()
+                with closing(self._link.open_channel()) as channel:
+                    self._one_session(channel)
             except grpc.RpcError as error:
-                self.failure = str(raised_by(error))
+                self.failure = str(self._link.failure(error))
             except (KvpoolError, MemoryError) as error:
                 self.failure = str(error) or "out of memory"
             self._obey(None)
@@ -123,10 +123,10 @@ class Control:
             self.ready.clear()
             self._stopping.wait(backoff.next_s())
 
-    def _one_session(self) -> None:
+    def _one_session(self, channel: grpc.Channel) -> None:
         self._out = queue.SimpleQueue()
         self._out.put(self._hello())
-        call = self._call = self._stub.Control(self._outgoing())
+        call = self._call = membership_pb2_grpc.MembershipStub(channel).Control(self._outgoing())
         if self._stopping.is_set():
             call.cancel()  # type: ignore[no-untyped-call]
         beat: threading.Thread | None = None

@@ -25,6 +25,7 @@ from kvpool.core.keys import select_hashes
 from kvpool.node.link import MetaLink
 from kvpool.node.records import Receiving
 from kvpool.node.store import NodeStore
+from kvpool.ops.credentials import Credentials
 from kvpool.ops.logging import get_logger
 from kvpool.transport import ReadBatch, ReadStatus, Transport, Ways, WriteStatus
 from kvpool.transport.blocks import Blocks
@@ -64,11 +65,19 @@ class Copier:
         link: The metadata service, to give up what cannot be fetched.
         node_id: Who is calling.
         schemes: Transports to fetch over, best first.
+        credentials: What proves who is calling, over TLS; None: plaintext.
     """
 
-    def __init__(self, store: NodeStore, link: MetaLink, node_id: str, schemes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        store: NodeStore,
+        link: MetaLink,
+        node_id: str,
+        schemes: Sequence[str],
+        credentials: Credentials | None = None,
+    ) -> None:
         self._store = store
-        self._ways = Ways(schemes)
+        self._ways = Ways(schemes, credentials)
         self._lanes = [_Lane(store, link, node_id, self._ways, OWNER + i) for i in range(len(store.tiers))]
 
     def put(self, order: membership_pb2.FetchBlocks) -> None:

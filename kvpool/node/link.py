@@ -8,9 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.core.identities import META
 from kvpool.node.headers import SlotHeaders
 from kvpool.node.records import NodeSession
-from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
+from kvpool.ops.channels import Channels
+from kvpool.ops.credentials import Credentials
+from kvpool.ops.grpc_server import raised_by
 from kvpool.ops.logging import get_logger
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool, first_reachable
@@ -39,23 +42,34 @@ class MetaLink:
     Args:
         address: ``host:port`` of its gRPC.
         node_id: Who is calling.
+        credentials: What proves it, over TLS; None: plaintext.
     """
 
-    def __init__(self, address: str, node_id: str) -> None:
-        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._directory = directory_pb2_grpc.DirectoryStub(self.channel)
+    def __init__(self, address: str, node_id: str, credentials: Credentials | None = None) -> None:
+        self._peer = None if credentials is None else credentials.toward(META)
+        self._channels = Channels(address, self._peer)
         self._principal = f"node:{node_id}"
         self._lock = threading.Lock()
         self._session: NodeSession | None = None
         self._pool: ConnectionPool | None = None
 
+    def open_channel(self) -> grpc.Channel:
+        """One that lasts, for the caller to close."""
+        return self._channels.open()
+
+    def failure(self, error: grpc.RpcError) -> KvpoolError:
+        """What a failed call on such a channel stands for."""
+        return self._channels.failure(error, CALL_TIMEOUT_S)
+
     def follow(self, session: NodeSession) -> None:
         """Use the framed protocol of the service that gave ``session``; raises UnavailableError."""
         try:
-            answer = self._directory.GetPool(directory_pb2.GetPoolRequest(), timeout=CALL_TIMEOUT_S)
+            answer = self._directory().GetPool(directory_pb2.GetPoolRequest(), timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
             raise raised_by(error) from error
-        pool = first_reachable(answer.framed, self._principal, session.meta_incarnation, Deadline(CALL_TIMEOUT_S))
+        pool = first_reachable(
+            answer.framed, self._principal, session.meta_incarnation, Deadline(CALL_TIMEOUT_S), self._peer
+        )
         with self._lock:
             old, self._pool, self._session = self._pool, pool, session
         if old is not None:
@@ -108,7 +122,7 @@ class MetaLink:
         """The namespace's document; raises KvpoolError."""
         request = directory_pb2.DescribeNamespaceRequest(namespace=namespace_id)
         try:
-            return self._directory.DescribeNamespace(request, timeout=CALL_TIMEOUT_S).document
+            return self._directory().DescribeNamespace(request, timeout=CALL_TIMEOUT_S).document
         except grpc.RpcError as error:
             raise raised_by(error) from error
 
@@ -118,7 +132,10 @@ class MetaLink:
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
-        self.channel.close()
+        self._channels.close()
+
+    def _directory(self) -> directory_pb2_grpc.DirectoryStub:
+        return directory_pb2_grpc.DirectoryStub(self._channels.current())
 
     def _current(self) -> tuple[ConnectionPool, NodeSession]:
         with self._lock:

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 
 from kvpool.core.errors import UnavailableError
+from kvpool.core.identities import node_identity
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import Slots, SlotState
 from kvpool.node.control import Control
@@ -29,12 +30,13 @@ from kvpool.node.segment import Segment
 from kvpool.node.servicer import StoreNodeServicer
 from kvpool.node.serving import DataSession
 from kvpool.node.store import NodeStore
+from kvpool.ops.authentication import open_authenticator, security_of
 from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.http import HttpServer, role_pages
 from kvpool.ops.logging import get_logger
 from kvpool.ops.metrics.declared import NODE
 from kvpool.ops.metrics.exposition import new_registry
-from kvpool.ops.settings import NodeSettings
+from kvpool.ops.settings import NodeSettings, TlsSettings
 from kvpool.transport import inproc
 from kvpool.transport.ucx.process import UcxProcess
 from kvpool.transport.ucx.shared import devices_for
@@ -55,8 +57,10 @@ class NodeServer:
         settings: Its settings.
         on_leave: Called, on a thread of the node's, when the pool has drained the node and lets it go; it must not
             wait for `stop`.
+        tls: Its certificate; without one it serves and speaks plaintext.
 
     Attributes:
+        security: How it is guarded.
         data_address: ``host:port`` of the data plane, once started.
         grpc_address: ``host:port`` of gRPC, once started.
         http_address: ``host:port`` of health and metrics, once started.
@@ -65,8 +69,14 @@ class NodeServer:
         store: The blocks, once started; for tests and embedding.
     """
 
-    def __init__(self, settings: NodeSettings, on_leave: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, settings: NodeSettings, on_leave: Callable[[], None] = lambda: None, tls: TlsSettings | None = None
+    ) -> None:
         self.settings = settings
+        identity, name = node_identity(settings.node_id), f"node-{settings.node_id}"
+        self._authenticator = open_authenticator(tls or TlsSettings(), settings, name, identity)
+        self._credentials = None if self._authenticator is None else self._authenticator.credentials
+        self.security = security_of(self._authenticator, settings)
         self._on_leave = on_leave
         self.data_address = ""
         self.grpc_address = ""
@@ -99,7 +109,8 @@ class NodeServer:
                 scrubber.start()
             self._started = True
             self._running = undo.pop_all()
-        log.info("node_started", node=self.settings.node_id, endpoints=self._endpoints, http=self.http_address)
+        where = {"endpoints": self._endpoints, "http": self.http_address}
+        log.info("node_started", node=self.settings.node_id, security=self.security, **where)
 
     def drain(self) -> None:
         """Take no new blocks, and wait for transfers under way, up to ``drain_timeout_s``."""
@@ -130,7 +141,7 @@ class NodeServer:
             segment, make_store = shm, partial(NodeStore, shm)
         undo.callback(segment.close)
         undo.callback(headers.close)
-        link = MetaLink(settings.meta.removeprefix("grpc://"), settings.node_id)
+        link = MetaLink(settings.meta.removeprefix("grpc://"), settings.node_id, self._credentials)
         undo.callback(link.close)
         self._link = link
         slots = restore_slots(headers, segment.size_bytes // PAGE_BYTES, settings.quarantine_s)
@@ -163,21 +174,22 @@ class NodeServer:
             Identity(settings.node_id, self._incarnation),
             lambda number, local: DataSession(self.store, number, local, ucx, self._meter),
             settings.connections_max,
+            self._authenticator,
         )
         undo.callback(self._framed.stop)
         tcp_uri = self._framed.listen_tcp(settings.listen, settings.data_port)
         unix_uri = self._framed.listen_unix(settings.unix_socket)
         self._framed.start()
-        self.data_address = tcp_uri.removeprefix("tcp://")
+        scheme, _, self.data_address = tcp_uri.partition("://")
         if settings.advertise_host is not None:
-            tcp_uri = f"tcp://{settings.advertise_host}:{tcp_uri.rpartition(':')[2]}"
+            tcp_uri = f"{scheme}://{settings.advertise_host}:{tcp_uri.rpartition(':')[2]}"
         if settings.vram:
             nearest = unix_uri.replace("unix://", "cuda://")
         else:
             nearest = inproc.register(f"{settings.node_id}-{self._incarnation:x}", self.store)
         self._endpoints = [nearest, unix_uri.replace("unix://", "shm://"), unix_uri, tcp_uri]
         if ucx is not None:
-            self._endpoints.append(tcp_uri.replace("tcp://", "ucx://"))
+            self._endpoints.append(tcp_uri.replace(f"{scheme}://", "ucx://"))
 
     def _serve_ucx(self, undo: ExitStack) -> UcxProcess:
         process = serve_segment(self.store.segment, devices_for(self.settings.listen))
@@ -186,14 +198,15 @@ class NodeServer:
 
     def _join(self, undo: ExitStack) -> None:
         settings = self.settings
-        server = self._grpc = GrpcServer(SERVICES, self._register)
+        server = self._grpc = GrpcServer(SERVICES, self._register, authenticator=self._authenticator)
         undo.callback(lambda: server.stop(STOP_GRACE_S))  # first: one that starts and is not stopped hangs at exit
         self.grpc_address = server.start(settings.listen, settings.grpc_port)
         host = settings.advertise_host or self.grpc_address.rpartition(":")[0]
         self._endpoints.append(f"grpc://{host}:{self.grpc_address.rpartition(':')[2]}")
         pace = (settings.scrub_bytes_per_s, settings.scrub_interval_s, self._framed.wait_idle)
         self._scrubbers = [Scrubber(store.checks, *pace) for store in self.store.tiers]
-        self._copier = copier = Copier(self.store, self._link, settings.node_id, copy_schemes(ucx=settings.ucx))
+        schemes = copy_schemes(ucx=settings.ucx)
+        self._copier = copier = Copier(self.store, self._link, settings.node_id, schemes, self._credentials)
         undo.callback(copier.stop)
         self._control = Control(
             settings.node_id,
@@ -255,7 +268,11 @@ class NodeServer:
         store_node_pb2_grpc.add_StoreNodeServicer_to_server(servicer, server)
 
     def _refusals(self) -> dict[str, int]:
-        return {"refused_connections": self._framed.refused_connections, "refused_calls": self._grpc.calls.refused}
+        return {
+            "refused_connections": self._framed.refused_connections,
+            "refused_calls": self._grpc.calls.refused,
+            "refused_callers": self._framed.refused_callers + self._grpc.refused_callers,
+        }
 
     def _drain_control(self) -> None:
         self._control.drain()

@@ -12,6 +12,9 @@ from kvpool.core import errors
 from kvpool.core.errors import CapacityError, KvpoolError
 from kvpool.core.limits import DEADLINE_S_MAX, FRAME_BODY_BYTES_MAX
 from kvpool.ops.admission import Admission
+from kvpool.ops.authentication import Authenticator
+from kvpool.ops.grpc_tls import server_credentials
+from kvpool.ops.identity import Authenticated
 from kvpool.ops.logging import get_logger
 
 MESSAGE_BYTES_MAX = FRAME_BODY_BYTES_MAX
@@ -52,6 +55,7 @@ SERVER_OPTIONS = (
 _CODES = {
     errors.UnknownNamespaceError: grpc.StatusCode.NOT_FOUND,
     errors.UsageError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.AuthenticationError: grpc.StatusCode.UNAUTHENTICATED,
     errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
@@ -70,6 +74,7 @@ class GrpcServer:
         register: Adds the servicers to the server.
         streams_max: Calls that last, beside the others: each holds a thread for as long as it does.
         reflection_on: Whether to describe them to anyone who asks.
+        authenticator: Who may call, over TLS; None: anybody, in plaintext.
 
     Attributes:
         calls: Who is let in; counts those who were not.
@@ -82,7 +87,10 @@ class GrpcServer:
         *,
         streams_max: int = 0,
         reflection_on: bool = False,
+        authenticator: Authenticator | None = None,
     ) -> None:
+        self._authenticator = authenticator
+        self._guards = [Authenticated(authenticator, _abort)] if authenticator else []
         self._services = ["", *services]
         self.calls = Admission("calls", CALLS_MAX)
         threads = CALLS_MAX + streams_max + SPARE_CALLS
@@ -90,7 +98,7 @@ class GrpcServer:
             ThreadPoolExecutor(threads, "kvpool-grpc"),
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=threads,
-            interceptors=[_Admitted(self.calls)],
+            interceptors=[*self._guards, _Admitted(self.calls)],
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -101,14 +109,34 @@ class GrpcServer:
 
     def start(self, host: str, port: int) -> str:
         """Listen and serve; returns ``host:port``. Raises CapacityError when the address cannot be had."""
-        shown = f"[{host}]" if ":" in host else host
-        try:
-            bound = self._server.add_insecure_port(f"{shown}:{port}")
-        except RuntimeError as error:
-            raise CapacityError(f"cannot listen on {shown}:{port}; choose another address or port") from error
+        address = self._listen(host, port, tokens=False)
         self._server.start()
         self.set_serving(serving=True)
+        return address
+
+    def listen_for_tokens(self, host: str, port: int) -> str:
+        """Listen, before `start`, on a port for callers with tokens; as `start`.
+
+        gRPC in Python asks either all callers of a port for a certificate, or none.
+        """
+        return self._listen(host, port, tokens=True)
+
+    def _listen(self, host: str, port: int, *, tokens: bool) -> str:
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            if self._authenticator is None:
+                bound = self._server.add_insecure_port(f"{shown}:{port}")
+            else:
+                credentials = server_credentials(self._authenticator.credentials, tokens=tokens)
+                bound = self._server.add_secure_port(f"{shown}:{port}", credentials)
+        except RuntimeError as error:
+            raise CapacityError(f"cannot listen on {shown}:{port}; choose another address or port") from error
         return f"{shown}:{bound}"
+
+    @property
+    def refused_callers(self) -> int:
+        """Calls of nobody who is known; connections of such end in the handshake, which gRPC tells its log alone."""
+        return sum(guard.refused for guard in self._guards)
 
     def set_serving(self, *, serving: bool, services: Iterable[str] | None = None) -> None:
         """Whether health says that ``services``, by default all and the server itself, are ready."""
@@ -145,14 +173,19 @@ class _Admitted(grpc.ServerInterceptor):  # type: ignore[type-arg]
                 with self._calls:
                     return inner(request, context)
             except KvpoolError as error:
-                context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
-                context.abort(code_of(error), str(error))
+                _abort(context, error)
             except MemoryError:
                 log.warning("out_of_memory", method=details.method)
                 context.set_trailing_metadata(((ERROR_KEY, CapacityError.__name__),))
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no memory for this call now")
 
         return grpc.unary_unary_rpc_method_handler(checked, handler.request_deserializer, handler.response_serializer)
+
+
+def _abort(context: grpc.ServicerContext, error: KvpoolError) -> None:
+    """End a call; does not return."""
+    context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
+    context.abort(code_of(error), str(error))
 
 
 def raised_by(error: grpc.RpcError) -> KvpoolError:
@@ -163,6 +196,8 @@ def raised_by(error: grpc.RpcError) -> KvpoolError:
     kind = getattr(errors, str(name), None)
     if isinstance(kind, type) and issubclass(kind, KvpoolError):
         return kind(details)
+    if call.code() == grpc.StatusCode.UNAUTHENTICATED:
+        return errors.AuthenticationError(details)
     if call.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineError(details)
     if call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    SecretStr,
     ValidationInfo,
     field_validator,
 )
@@ -34,6 +35,8 @@ from kvpool.core.units import parse_duration, parse_size
 
 SOCKET_PATH_BYTES_MAX = 107
 """``sun_path`` of Linux less its final zero."""
+
+TLS_OR_INSECURE = "TLS (--tls-dir; `kvpool certs` makes one) or --insecure"
 
 TOMBSTONES_MAX = 1 << 24
 CONNECTIONS_MAX = 65_536
@@ -97,11 +100,17 @@ def _own_or_free(port: int | None, usual: int, grpc_port: int) -> int:
     return usual if grpc_port else 0
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether what listens there is reached from this host alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _has_tls(info: ValidationInfo) -> bool:
+    """Whether these settings are part of a whole that has TLS; `Settings` says so while it is validated."""
+    return bool((info.context or {}).get("tls"))
 
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -122,11 +131,11 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
 
-class _ServerSettings(Section):
+class ServerSettings(Section):
     """Where a server listens, and for whom."""
 
     insecure: bool = False
-    """Listen beyond loopback without TLS or authentication."""
+    """Without TLS: listen beyond loopback all the same, in plaintext, for anybody."""
 
     listen: str = "127.0.0.1"
     """Address to listen on."""
@@ -140,11 +149,18 @@ class _ServerSettings(Section):
     http_listen: str = "127.0.0.1"
     """Address to serve health and metrics on, in plain HTTP."""
 
-    @field_validator("listen", "http_listen")
+    @field_validator("http_listen")
     @classmethod
-    def _loopback_unless_insecure(cls, host: str, info: ValidationInfo) -> str:
-        if not _is_loopback(host) and not info.data.get("insecure"):
-            raise ValueError("listening beyond loopback needs --insecure (TLS comes later); or use 127.0.0.1")
+    def _pages_for_this_host_alone(cls, host: str, info: ValidationInfo) -> str:
+        if not (is_loopback(host) or info.data.get("insecure")):
+            raise ValueError("health and metrics are plain HTTP for anybody: beyond loopback they need --insecure")
+        return host
+
+    @field_validator("listen")
+    @classmethod
+    def _loopback_alone_in_plaintext(cls, host: str, info: ValidationInfo) -> str:
+        if not (is_loopback(host) or info.data.get("insecure") or _has_tls(info)):
+            raise ValueError(f"listening beyond loopback needs {TLS_OR_INSECURE}; or use 127.0.0.1")
         return host
 
     @field_validator("advertise_host")
@@ -155,7 +171,7 @@ class _ServerSettings(Section):
         return host
 
 
-class MetaSettings(_ServerSettings):
+class MetaSettings(ServerSettings):
     """The metadata service. Durations in seconds; port 0 is any free port."""
 
     grpc_port: Port = 7300
@@ -166,6 +182,8 @@ class MetaSettings(_ServerSettings):
 
     http_port: Port | None = None
     """Port of /healthz, /readyz and /metrics; by default 7302, or any free port where grpc_port is 0."""
+    token_port: Port | None = None
+    """Port of the gRPC service for clients with tokens instead of certificates; tls.tokens needs it."""
 
     unix_socket: SocketPath | None = None
     """Unix socket that serves the framed protocol too; none by default."""
@@ -232,7 +250,7 @@ class MetaSettings(_ServerSettings):
         return ttl_s
 
 
-class NodeSettings(_ServerSettings):
+class NodeSettings(ServerSettings):
     """A store node. Durations in seconds, sizes in bytes; port 0 is any free port."""
 
     node_id: NodeId = Field(default_factory=socket.gethostname)
@@ -274,6 +292,9 @@ class NodeSettings(_ServerSettings):
     unix_socket: SocketPath = Field(default_factory=_unix_socket)
     """Unix socket for clients on this host; by default in $XDG_RUNTIME_DIR/kvpool or /tmp/kvpool-UID."""
 
+    ucx_plaintext: bool = False
+    """With TLS: serve ucx beyond loopback all the same; what moves over it is neither encrypted nor authenticated."""
+
     ucx: bool = False
     """Serve the ucx transport too; needs NIXL."""
 
@@ -297,9 +318,14 @@ class NodeSettings(_ServerSettings):
 
     @field_validator("ucx")
     @classmethod
-    def _without_vram(cls, ucx: bool, info: ValidationInfo) -> bool:
+    def _where_it_can_be(cls, ucx: bool, info: ValidationInfo) -> bool:
         if ucx and info.data.get("vram"):
             raise ValueError("GPU memory is not served over ucx; leave ucx out, or vram")
+        known = info.data.get("ucx_plaintext") or info.data.get("insecure") or is_loopback(info.data.get("listen", ""))
+        if ucx and _has_tls(info) and not known:
+            raise ValueError(
+                "what moves over UCX is not encrypted by TLS; add --ucx-plaintext if the network is trusted"
+            )
         return ucx
 
     @property
@@ -339,6 +365,59 @@ class ClientSettings(Section):
     """Threads, or connections, that one large transfer may use."""
 
 
+class TlsSettings(Section):
+    """What this process proves who it is with, and whom it believes; without any of it, it speaks plaintext."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    dir: Path | None = None
+    """Directory that `kvpool certs` made: ca.pem, and a certificate with its key for whoever runs here."""
+
+    ca: Path | None = None
+    """CA of all the pool's certificates, in PEM; by default ca.pem in tls.dir."""
+
+    cert: Path | None = None
+    """Certificate of this process, in PEM; by default the one in tls.dir."""
+
+    key: Path | None = None
+    """Its private key, in PEM, for nobody else to read."""
+
+    tokens: Path | None = None
+    """Servers: file of the tokens that clients may show instead of certificates, read again when it changes."""
+
+    token: SecretStr | None = None
+    """Clients: the token to show instead of a certificate; better in a file."""
+
+    token_file: Path | None = None
+    """Clients: file with that token, for nobody else to read."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is TLS."""
+        return self.dir is not None or self.ca is not None
+
+    @field_validator("cert", "tokens", "token", "token_file")
+    @classmethod
+    def _over_tls(cls, value: object, info: ValidationInfo) -> object:
+        if value is not None and info.data.get("dir") is None and info.data.get("ca") is None:
+            raise ValueError("needs TLS: name a CA with tls.ca, or a directory with tls.dir")
+        return value
+
+    @field_validator("key")
+    @classmethod
+    def _with_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
+        if (key is None) != (info.data.get("cert") is None):
+            raise ValueError("a certificate and its key go together: name both tls.cert and tls.key")
+        return key
+
+    @field_validator("token_file")
+    @classmethod
+    def _one_of_them(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        if path is not None and (info.data.get("token") is not None or info.data.get("cert") is not None):
+            raise ValueError("one proof is enough: name a token, a file with one, or a certificate")
+        return path
+
+
 class LogSettings(Section):
     """What is logged to standard error, and how."""
 
@@ -355,5 +434,6 @@ class Settings(Section):
     meta: MetaSettings = Field(default_factory=MetaSettings)
     node: NodeSettings = Field(default_factory=NodeSettings)
     client: ClientSettings = Field(default_factory=ClientSettings)
+    tls: TlsSettings = Field(default_factory=TlsSettings)
     log: LogSettings = Field(default_factory=LogSettings)
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)

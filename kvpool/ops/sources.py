@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from kvpool.core.errors import SettingsError
 from kvpool.ops import failpoints
-from kvpool.ops.settings import ClientSettings, LogSettings, MetaSettings, NodeSettings, Section, Settings
+from kvpool.ops.settings import ClientSettings, LogSettings, MetaSettings, NodeSettings, Section, Settings, TlsSettings
 
 CONFIG_VARIABLE = "KVPOOL_CONFIG"
 """The environment variable that names the file when no ``--config`` does."""
@@ -35,10 +35,15 @@ class Setting(NamedTuple):
     source: str
 
 
+_FLAGS_WITH_SECTION = ("log", "tls")
+_SECRETIVE = re.compile(r"tok(?!ens$|en_file$)|secret|passw", re.IGNORECASE)
+"""Keys, misspelt ones too, whose values are not shown."""
+
 _SECTIONS: dict[str, type[Section]] = {
     "meta": MetaSettings,
     "node": NodeSettings,
     "client": ClientSettings,
+    "tls": TlsSettings,
     "log": LogSettings,
 }
 
@@ -68,7 +73,8 @@ def load_settings(
         section, name = key.split(".")
         document[section][name] = value
     try:
-        settings = Settings.model_validate(document)
+        has_tls = any(document["tls"].get(key) is not None for key in ("dir", "ca"))
+        settings = Settings.model_validate(document, context={"tls": has_tls})
     except ValidationError as error:
         causes = [cause for cause in error.errors() if cause["type"] != "default_factory_not_called"]
         raise SettingsError("; also ".join(_explain(cause, given) for cause in causes)) from error
@@ -102,7 +108,7 @@ def flag_name(key: str) -> str:
     """The flag of a dotted key: ``meta.grpc_port`` is ``--grpc-port``, ``log.level`` is ``--log-level``."""
     section, name = key.split(".")
     flag = (name if name.endswith("_per_s") else name.removesuffix("_s")).replace("_", "-")
-    return f"--log-{flag}" if section == "log" else f"--{flag}"
+    return f"--{section}-{flag}" if section in _FLAGS_WITH_SECTION else f"--{flag}"
 
 
 def variable_name(key: str) -> str:
@@ -134,8 +140,7 @@ def _from_file(path: Path) -> list[Setting]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:  # the last: nested without end
-        problem = " ".join(str(error).split())
-        raise SettingsError(f"{source}: {problem}; `kvpool config default` prints a valid file") from error
+        raise SettingsError(f"{source}: {_problem(error)}; `kvpool config default` prints a valid file") from error
     given = []
     for section, content in _mapping(document, "the document", source).items():
         if section not in _SECTIONS:
@@ -145,11 +150,19 @@ def _from_file(path: Path) -> list[Setting]:
     return given
 
 
+def _problem(error: Exception) -> str:
+    """What is wrong with a file; what YAML would quote of it may be a secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem or error.context}, line {error.problem_mark.line + 1}"
+    return " ".join(str(error).split())
+
+
 def _mapping(content: object, what: str, source: str) -> dict[object, object]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise SettingsError(f"{what} = {content!r} ({source}): must hold keys, e.g. grpc_port: 7300")
+        kind = type(content).__name__  # not what it is: it may be a secret
+        raise SettingsError(f"{what} ({source}) is a {kind}: it must hold keys, e.g. grpc_port: 7300")
     return content
 
 
@@ -160,7 +173,7 @@ def _known(key: str, value: object, source: str, spell: Callable[[str], str] = s
     namesakes = [other for other in known if other.split(".")[1] == key.rsplit(".", maxsplit=1)[-1]]
     nearest = difflib.get_close_matches(key, [*_SECTIONS, *known], n=1, cutoff=0.75) or namesakes
     fix = f"did you mean {spell(nearest[0])}?" if nearest else "`kvpool config default` lists every key"
-    raise SettingsError(f"{key} = {value!r} ({source}): unknown key; {fix}")
+    raise SettingsError(f"{key} = {_shown(key, value)} ({source}): unknown key; {fix}")
 
 
 def _explain(cause: ErrorDetails, given: Mapping[str, Setting]) -> str:
@@ -169,4 +182,9 @@ def _explain(cause: ErrorDetails, given: Mapping[str, Setting]) -> str:
     problem = cause.get("ctx", {}).get("error")
     if problem is None:
         problem = f"{cause['msg'][0].lower()}{cause['msg'][1:]}; the default is {field_of(key).default}"
-    return f"{key} = {value!r} ({source}): {problem}"
+    return f"{key} = {_shown(key, value)} ({source}): {problem}"
+
+
+def _shown(key: str, value: object) -> str:
+    shown = repr(value)
+    return "(not shown)" if _SECRETIVE.search(key) or (isinstance(value, dict) and _SECRETIVE.search(shown)) else shown

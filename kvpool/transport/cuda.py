@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.directory import VRAM
 from kvpool.core.errors import KvpoolError, ProtocolError
+from kvpool.ops.credentials import TlsPeer
 from kvpool.transport.base import ReadBatch, Transport, WriteBatch
 from kvpool.transport.blocks import DeviceMemory, FarBlocks
 from kvpool.transport.copying import begin_store_slots, fits
@@ -21,7 +22,7 @@ from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.shm import FETCHED_BYTES_MAX, read_mapped
 from kvpool.transport.streams import Streams
 from kvpool.transport.tcp import read_framed, ready_frame
-from kvpool.transport.wire.connection import Buffers
+from kvpool.transport.wire.framed import Buffers
 from kvpool.transport.wire.messages import CommitSlotsRequest, Message, pack
 from kvpool.transport.writing import Commit, write_grants
 
@@ -61,7 +62,15 @@ class CudaTransport(Transport):
     name = "cuda"
     reaches_far = frozenset({VRAM})
 
-    def __init__(self, uri: str, principal: str, incarnation: int, streams: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        uri: str,
+        principal: str,
+        incarnation: int,
+        streams: int,
+        timeout_s: float,
+        _peer: TlsPeer | None = None,
+    ) -> None:
         deadline = Deadline(timeout_s)
         self._connections = ConnectionPool(f"unix://{uri.partition('://')[2]}", principal, incarnation)
         self._streams = Streams(streams)

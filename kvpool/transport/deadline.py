@@ -12,6 +12,10 @@ class Deadline:
         self.timeout_s = timeout_s
         self._end_s = time.monotonic() + timeout_s
 
+    def rest_s(self) -> float:
+        """Seconds left, or zero."""
+        return max(0.0, self._end_s - time.monotonic())
+
     def left_s(self) -> float:
         """Seconds left; raises DeadlineError when there are none."""
         left_s = self._end_s - time.monotonic()

@@ -4,7 +4,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvpool.core.errors import ClosedError, KvpoolError, UnavailableError
+from kvpool.core.errors import AuthenticationError, ClosedError, KvpoolError, UnavailableError
+from kvpool.ops.credentials import TlsPeer
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.wire.connection import Connection
 
@@ -15,15 +16,17 @@ class ConnectionPool:
     """Connections to one address. Thread-safe.
 
     Args:
-        uri: ``tcp://`` or ``unix://``.
+        uri: ``tcp://``, ``tls://`` or ``unix://``.
         principal: Who is calling.
         incarnation: The process that must answer there, or None for any: an address may have passed to another.
+        peer: See `Connection`.
     """
 
-    def __init__(self, uri: str, principal: str, incarnation: int | None = None) -> None:
+    def __init__(self, uri: str, principal: str, incarnation: int | None = None, peer: TlsPeer | None = None) -> None:
         self.uri = uri
         self.incarnation = incarnation
         self._principal = principal
+        self._peer = peer
         self._idle: list[Connection] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -57,7 +60,7 @@ class ConnectionPool:
             return self._idle.pop() if self._idle else None
 
     def _open(self, timeout_s: float) -> Connection:
-        connection = Connection(self.uri, self._principal, timeout_s)
+        connection = Connection(self.uri, self._principal, timeout_s, self._peer)
         if self.incarnation is not None and connection.welcome.incarnation != self.incarnation:
             connection.close()
             raise UnavailableError(f"another process answers at {self.uri} now")
@@ -73,11 +76,16 @@ class ConnectionPool:
         connection.close()
 
 
-def first_reachable(uris: Sequence[str], principal: str, incarnation: int, deadline: Deadline) -> ConnectionPool:
+def first_reachable(
+    uris: Sequence[str], principal: str, incarnation: int, deadline: Deadline, peer: TlsPeer | None = None
+) -> ConnectionPool:
     """Connections to the first of ``uris`` at which the process ``incarnation`` answers; raises KvpoolError if none."""
     failure: KvpoolError = UnavailableError("the service names no address of its framed protocol")
     for uri in uris:
-        pool = ConnectionPool(uri, principal, incarnation)
+        if peer is not None and uri.startswith("tcp://"):
+            failure = AuthenticationError(f"{uri} is plaintext, and this process has certificates: it does without")
+            continue
+        pool = ConnectionPool(uri, principal, incarnation, peer)
         try:
             with pool.connection(deadline.left_s()):
                 return pool

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from kvpool.core.errors import SettingsError
+from kvpool.ops.credentials import TlsPeer
 from kvpool.transport.base import Transport
 
 SCHEMES: dict[str, str] = {
@@ -18,25 +19,37 @@ SCHEMES: dict[str, str] = {
 """Scheme -> class, best first: the order in which a client tries what a node offers."""
 
 
+OVER_TLS = {"tcp": "tls"}
+"""Scheme -> that of a node's endpoints which whoever has certificates takes instead."""
+
+
 def scheme_of(uri: str) -> str:
     """The scheme of ``uri``.
 
     Raises:
         SettingsError: No transport has this scheme.
     """
-    scheme = uri.partition("://")[0]
+    scheme = plain_scheme(uri)
     if scheme not in SCHEMES:
         raise SettingsError(f"transport {scheme!r} (of {uri!r}) is not known; use one of {', '.join(SCHEMES)}")
     return scheme
 
 
-def open_transport(uri: str, principal: str, incarnation: int, streams: int, timeout_s: float) -> Transport:
-    """Connect to the node at ``uri``, which must be the process with ``incarnation``.
+def plain_scheme(uri: str) -> str:
+    """The scheme of ``uri``, without TLS; of one that no transport has too."""
+    scheme = uri.partition("://")[0]
+    return next((plain for plain, over_tls in OVER_TLS.items() if over_tls == scheme), scheme)
+
+
+def open_transport(
+    uri: str, principal: str, incarnation: int, streams: int, timeout_s: float, peer: TlsPeer | None = None
+) -> Transport:
+    """Connect to the node at ``uri``, which must be the process with ``incarnation``, and over TLS ``peer``.
 
     Raises:
         UnavailableError: Nobody answers there, or another process does.
     """
-    transport: Transport = _class_of(scheme_of(uri))(uri, principal, incarnation, streams, timeout_s)
+    transport: Transport = _class_of(scheme_of(uri))(uri, principal, incarnation, streams, timeout_s, peer)
     return transport
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.directory import SHM
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, UnavailableError
+from kvpool.ops.credentials import TlsPeer
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Transport, WriteBatch, verdicts
 from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks
@@ -27,7 +28,7 @@ from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.populate import Populator
 from kvpool.transport.streams import Streams
 from kvpool.transport.tcp import read_framed, ready_frame
-from kvpool.transport.wire.connection import Buffers
+from kvpool.transport.wire.framed import Buffers
 from kvpool.transport.wire.messages import (
     NOT_MAPPED,
     AttachReply,
@@ -105,7 +106,15 @@ class ShmTransport(Transport):
     name = "shm"
     reaches_far = frozenset({SHM})
 
-    def __init__(self, uri: str, principal: str, incarnation: int, streams: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        uri: str,
+        principal: str,
+        incarnation: int,
+        streams: int,
+        timeout_s: float,
+        _peer: TlsPeer | None = None,
+    ) -> None:
         path = uri.partition("://")[2]
         self._connections = ConnectionPool(f"unix://{path}", principal, incarnation)
         self._streams = Streams(streams)

@@ -1,4 +1,4 @@
-"""`tcp` and `unix`: block bytes in frames, scattered and gathered by the kernel straight between slots and buffers.
+"""`tcp`, `tls` and `unix`: block bytes in frames, scattered and gathered straight between slots and buffers.
 
 Two-sided: the node pins a slot while it sends it and receives written bytes itself, so a reader can never see a slot
 change, and the checksum over the destination guards the way. Large reads are split over several streams; large stores
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, ProtocolError
+from kvpool.ops.credentials import TlsPeer
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
 from kvpool.transport.copying import GROUP_BYTES, checksum, checksums_side_by_side
@@ -26,11 +27,19 @@ REQUEST_BYTES_MAX = 64 << 20
 
 
 class TcpTransport(Transport):
-    """Framed connections to a node, over TCP or a Unix socket."""
+    """Framed connections to a node, over TCP, with TLS or without, or a Unix socket."""
 
-    def __init__(self, uri: str, principal: str, incarnation: int, streams: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        uri: str,
+        principal: str,
+        incarnation: int,
+        streams: int,
+        timeout_s: float,
+        peer: TlsPeer | None = None,
+    ) -> None:
         self.name = uri.partition("://")[0]
-        self._connections = ConnectionPool(uri, principal, incarnation)
+        self._connections = ConnectionPool(uri, principal, incarnation, peer)
         self._streams = Streams(streams)
         with self._connections.connection(timeout_s):
             pass  # the node answers

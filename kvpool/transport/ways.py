@@ -5,9 +5,18 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.core.identities import node_identity
+from kvpool.ops.credentials import Credentials
 from kvpool.transport.base import Transport
 from kvpool.transport.deadline import Deadline
-from kvpool.transport.registry import SCHEMES, open_transport, prepare_transport, scheme_of
+from kvpool.transport.registry import (
+    OVER_TLS,
+    SCHEMES,
+    open_transport,
+    plain_scheme,
+    prepare_transport,
+    scheme_of,
+)
 
 CONNECT_TIMEOUT_S = 1.0
 
@@ -25,15 +34,17 @@ class Ways:
 
     Args:
         schemes: In the order to try them.
+        credentials: With them tcp means TCP with TLS, and nothing else: whoever offers plaintext may be anybody.
 
     Raises:
         SettingsError: A scheme that is not known.
     """
 
-    def __init__(self, schemes: Sequence[str]) -> None:
+    def __init__(self, schemes: Sequence[str], credentials: Credentials | None = None) -> None:
         for scheme in schemes:
             scheme_of(f"{scheme}://")
         self.schemes = tuple(schemes)
+        self._credentials = credentials
         self._let_go: dict[str, Callable[[], None]] = {}
         self._missing: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -67,17 +78,18 @@ class Ways:
         Raises:
             UnavailableError: None does.
         """
-        offered = [uri for uri in endpoints if uri.partition("://")[0] in SCHEMES]
+        offered = [uri for uri in endpoints if plain_scheme(uri) in SCHEMES]
+        peer = None if self._credentials is None else self._credentials.toward(node_identity(node_id))
         tried: dict[str, str] = {}
         for scheme in self.schemes:
             for uri in offered:
-                if not uri.startswith(f"{scheme}://"):
+                if not uri.startswith(f"{scheme if peer is None else OVER_TLS.get(scheme, scheme)}://"):
                     continue
                 try:
                     if not self._is_ready(scheme, uri):
                         raise UnavailableError(self._missing[scheme])
                     timeout_s = min(CONNECT_TIMEOUT_S, deadline.left_s())
-                    transport = open_transport(uri, principal, incarnation, streams, timeout_s)
+                    transport = open_transport(uri, principal, incarnation, streams, timeout_s, peer)
                 except KvpoolError as error:
                     tried[uri] = str(error)
                     continue

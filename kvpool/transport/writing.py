@@ -20,7 +20,8 @@ from kvpool.transport.base import WriteBatch, WriteStatus
 from kvpool.transport.blocks import FarBlocks
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
-from kvpool.transport.wire.connection import Buffers, Connection
+from kvpool.transport.wire.connection import Connection
+from kvpool.transport.wire.framed import Buffers
 from kvpool.transport.wire.messages import CommitSlotsRequest, Message, PrepareReply, PrepareRequest, Statuses, unpack
 
 Commit = Callable[[], tuple[Message, Buffers]]

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import kvpool
-from kvpool.transport.wire.connection import FramedSocket
+from kvpool.transport.wire.framed import FramedSocket
 from tests.integration.conftest import BLOCK_BYTES, blank, open_blocks, random_blocks, random_chain
 from tests.waiting import eventually
 

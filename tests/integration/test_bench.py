@@ -49,6 +49,16 @@ def rows_of(place: Place, *arguments: str) -> list[dict]:
     return rows
 
 
+def test_transfer_shows_tls_beside_plaintext_and_what_its_cipher_does_alone(place):
+    rows = rows_of(place, "transfer", *TINY, "--transport", "tcp", "--tls", "--op", "put", "--block-bytes", "64KiB")
+
+    assert [(row["bench"], row.get("transport")) for row in rows] == [
+        ("transfer", "tcp"),
+        ("transfer", "tls"),
+        ("cipher", None),
+    ]
+
+
 @pytest.mark.parametrize("transport", ["shm", "unix", "tcp", "inproc"])
 def test_transfer_has_a_row_for_each_operation_and_size(place, transport):
     rows = rows_of(place, "transfer", *TINY, "--transport", transport, "--block-bytes", "4KiB,1MiB")

@@ -11,9 +11,12 @@ import numpy as np
 import psutil
 import pytest
 
+import kvpool
 from kvpool.core.errors import SettingsError
+from kvpool.core.identities import node_identity
 from kvpool_connector.local_node import ensure_local_node
 from tests.integration.conftest import blank, open_blocks, random_blocks, random_chain
+from tests.pki import Pki
 from tests.waiting import eventually
 
 NODE_ID = "local"
@@ -22,6 +25,7 @@ STOP_TIMEOUT_S = 10
 
 ENGINE = """
 import dataclasses, json, os, sys
+from kvpool import TlsSettings
 from kvpool.core.errors import KvpoolError
 from kvpool_connector.local_node import ensure_local_node
 
@@ -34,7 +38,10 @@ def say(record):
 say("up")
 sys.stdin.readline()
 try:
-    say(dataclasses.asdict(ensure_local_node(**json.loads(sys.argv[1]))))
+    arguments = json.loads(sys.argv[1])
+    folder = os.environ.get("TLS_FOLDER")
+    tls = TlsSettings(dir=folder) if folder else None
+    say(dataclasses.asdict(ensure_local_node(**arguments, tls=tls)))
 except KvpoolError as error:
     say({"error": type(error).__name__, "message": str(error)})
 sys.stdin.read()
@@ -121,6 +128,19 @@ def nodes(host):
 
 def is_ready(client):
     return [(node.node_id, node.state) for node in client.status().nodes] == [(NODE_ID, "ready")]
+
+
+def test_with_tls_the_node_proves_to_be_itself(start_pool, host, ensure, tmp_path):
+    pki = Pki(tmp_path)
+    pki.issue(f"node-{NODE_ID}", node_identity(NODE_ID))
+    pool = start_pool(0, **{"tls-dir": pki.folder}).uri
+
+    first, second = (ensure(pool, TLS_FOLDER=str(pki.folder)) for _ in range(2))
+
+    assert [first["started"], second["started"], second["pid"]] == [True, False, first["pid"]]
+    with kvpool.connect(pool, tls=kvpool.TlsSettings(dir=pki.folder)) as client:
+        eventually(lambda: is_ready(client))
+        assert any(uri.startswith("tls://") for uri in client.status().nodes[0].endpoints)
 
 
 def test_the_second_engine_finds_the_node_of_the_first(start_pool, host, ensure):

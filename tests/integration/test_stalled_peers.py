@@ -10,7 +10,8 @@ import pytest
 
 import kvpool
 from kvpool.testing import FaultProxy, Faults
-from kvpool.transport.wire.connection import FramedSocket, split_address
+from kvpool.transport.wire.connection import split_address
+from kvpool.transport.wire.framed import FramedSocket
 from kvpool.transport.wire.messages import (
     PROTOCOL_VERSION,
     Hello,

@@ -33,8 +33,9 @@ from kvpool.core.namespace import Namespace, parse_namespace
 from kvpool.core.slots import SlotState
 from kvpool.core.units import parse_duration, parse_size
 from kvpool.node.headers import RECORD_BYTES, HeaderFile, SlotHeaders, make_records, stored_segment_id
-from kvpool.transport.wire.connection import FramedSocket, split_address
+from kvpool.transport.wire.connection import split_address
 from kvpool.transport.wire.frame import DEADLINE_MS_MAX, HEADER_BYTES, Header, pack_header, parse_header
+from kvpool.transport.wire.framed import FramedSocket
 from kvpool.transport.wire.messages import KINDS, decode, encode
 
 from .hostile_values import blobs, integers, plain, values_of

@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from kvpool.core.keys import chain_hashes
 from kvpool.core.limits import PAGE_BYTES, RESERVE_BLOCKS_MAX
 from kvpool.core.members import MemberSegment
 from kvpool.core.namespace import Namespace
+from kvpool.core.principals import anyone
 from kvpool.meta.framed import MetaSession
 from kvpool.meta.membership import MembershipServicer, _Stream
 from kvpool.meta.service import MetaService
@@ -221,7 +223,7 @@ def test_a_node_that_joins_never_takes_the_blocks_of_another(said):
         if hello.node_id == "n1":
             continue
         with suppress(KvpoolError):
-            pool.members.append(servicer._join(iter([membership_pb2.FromNode(hello=hello)])))
+            pool.members.append(servicer._join(iter([membership_pb2.FromNode(hello=hello)]), anyone("")))
         pool.service.check_integrity()
 
     assert pool.service.status().used[pool.members[1].numbers[0]] == before
@@ -246,6 +248,6 @@ def test_a_commit_over_grpc_is_answered_or_refused(data):
     )
 
     with suppress(KvpoolError):
-        assert len(servicer.Commit(request, None).statuses) == len(request.slot)
+        assert len(servicer.Commit(request, SimpleNamespace(peer=str)).statuses) == len(request.slot)
 
     pool.check()

@@ -26,7 +26,7 @@ from kvpool.node.segment import ShmSegment
 from kvpool.node.serving import DataSession
 from kvpool.node.store import NodeStore
 from kvpool.testing import ManualClock
-from kvpool.transport.wire.connection import FramedSocket
+from kvpool.transport.wire.framed import FramedSocket
 from kvpool.transport.wire.messages import KINDS, Message, WriteRequest
 from kvpool.transport.wire.server import Payload
 

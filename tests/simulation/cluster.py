@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import kvpool.client.meta
 import kvpool.node.link
+import kvpool.ops.channels
 import kvpool.transport.shm
 import kvpool.transport.wire.connection
 import kvpool.transport.wire.server
@@ -189,7 +190,6 @@ def wired():
             (connection.Connection, "take_descriptors", _take_descriptors),
             (kvpool.transport.wire.server, "socket", _Descriptors),
             (kvpool.transport.shm, "_Mapping", Mapping),
-            (kvpool.client.meta, "grpc", rpc.Grpc),
-            (kvpool.node.link, "grpc", rpc.Grpc),
+            (kvpool.ops.channels, "grpc", rpc.Grpc),
         ]
     )

@@ -8,7 +8,8 @@ import pytest
 from kvpool.core.errors import DeadlineError
 from kvpool.testing import ManualClock
 from kvpool.transport.wire import connection as wire
-from kvpool.transport.wire.connection import Connection, FramedSocket
+from kvpool.transport.wire.connection import Connection
+from kvpool.transport.wire.framed import FramedSocket
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, Done, Ping, Welcome
 
 TIMEOUT_S = 5.0

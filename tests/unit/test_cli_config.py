@@ -82,7 +82,7 @@ def test_what_config_default_prints_passes_config_check(tmp_path):
 def test_config_schema_describes_every_section():
     schema = json.loads(invoke("config", "schema").stdout)
 
-    assert list(schema["properties"]) == ["meta", "node", "client", "log"]
+    assert list(schema["properties"]) == ["meta", "node", "client", "tls", "log"]
     size = schema["$defs"]["NodeSettings"]["properties"]["size"]
     assert size["anyOf"] == [{"type": "string"}, {"type": "integer"}]
 

@@ -7,6 +7,7 @@ import pytest
 from kvpool.cli.main import main
 from kvpool.cli.up import _banner
 from kvpool.ops.settings import Settings
+from kvpool.ops.sources import load_settings
 
 DEFAULT_POOL = "grpc://127.0.0.1:7300"
 
@@ -65,6 +66,7 @@ def test_the_line_has_no_white_space_that_a_shell_could_split(capsys):
         (["--epoch", "0"], {"pool": DEFAULT_POOL}),
         (["--prompt-only"], {"pool": DEFAULT_POOL, "save_decode": False}),
         (["--local-node", "8GiB"], {"pool": DEFAULT_POOL, "local_node": {"size": "8GiB"}}),
+        (["--tls-dir", "/etc/kvpool/tls"], {"pool": DEFAULT_POOL, "tls": {"dir": "/etc/kvpool/tls"}}),
     ],
 )
 def test_each_flag_adds_its_key_unless_it_is_the_default(extra, flags, expected):
@@ -126,3 +128,12 @@ def test_the_banner_of_up_says_how_vllm_uses_the_pool(uri, command):
 
     assert f'  in vLLM     vllm serve MODEL --kv-transfer-config "$({command})"' in lines
     assert "  metrics     http://127.0.0.1:7302/metrics" in lines
+
+
+def test_with_tls_the_banner_names_the_certificates():
+    settings = load_settings(overrides={"tls.dir": "/certs"}, environ={})
+
+    banner = _banner(settings, DEFAULT_POOL, "127.0.0.1:7302")
+
+    assert "$(kvpool vllm-config --tls-dir /certs)" in banner
+    assert f'kvpool.connect("{DEFAULT_POOL}", tls=kvpool.TlsSettings(dir="/certs"))' in banner

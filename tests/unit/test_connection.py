@@ -11,8 +11,9 @@ from framed_peer import LONG_S, SOON_S, WELCOME, Peer, frame, receive, receive_f
 
 from kvpool.core import errors
 from kvpool.core.errors import DeadlineError, ProtocolError, SettingsError, UnavailableError
-from kvpool.transport.wire.connection import IOV_MAX, SILENT_S, Connection, FramedSocket, split_address
+from kvpool.transport.wire.connection import Connection, split_address
 from kvpool.transport.wire.frame import HEADER_BYTES
+from kvpool.transport.wire.framed import IOV_MAX, SILENT_S, FramedSocket
 from kvpool.transport.wire.messages import (
     PROTOCOL_VERSION,
     Done,

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 from framed_peer import LONG_S, SOON_S, frame, receive_frame
+from pki import Pki
 from scripted_server import WELCOME_OF_SERVER, Server, greet, on_tcp, raw, read_until_closed, running
 
 from kvpool.core import errors
 from kvpool.core.errors import CapacityError, ProtocolError, UnavailableError
+from kvpool.core.identities import node_identity
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
+from kvpool.ops.authentication import Authenticator
 from kvpool.transport.wire import server as server_module
 from kvpool.transport.wire.connection import Connection
 from kvpool.transport.wire.frame import HEADER_BYTES
@@ -32,10 +35,16 @@ MANY_BYTES = 32 << 20
 """More than sockets hold for a peer that does not read."""
 
 
-@pytest.fixture(params=["tcp", "unix"])
-def served(request, tmp_path):
-    listen = {"tcp": on_tcp, "unix": lambda server: server.listen_unix(tmp_path / "socket")}[request.param]
-    with running(listen) as started:
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory):
+    return Pki(tmp_path_factory.mktemp("pki"))
+
+
+@pytest.fixture(params=["tcp", "tls", "unix"])
+def served(request, tmp_path, pki):
+    listen = (lambda server: server.listen_unix(tmp_path / "socket")) if request.param == "unix" else on_tcp
+    guard = Authenticator(pki.credentials("node-n0")) if request.param == "tls" else None
+    with running(listen, authenticator=guard) as started:
         yield started
 
 
@@ -45,18 +54,19 @@ def server(served):
 
 
 @pytest.fixture
-def sock(served):
-    with raw(served[1]) as sock:
+def sock(served, pki):
+    with raw(served[1], pki.context("client") if served[1].startswith("tls") else None) as sock:
         yield sock
 
 
 @pytest.fixture
-def connect(served):
+def connect(served, pki):
     """Opens connections that are closed after the test."""
     opened = []
+    peer = pki.credentials("client").toward(node_identity("n0"))
 
     def connect():
-        opened.append(Connection(served[1], "me", LONG_S))
+        opened.append(Connection(served[1], "engine", LONG_S, peer))
         return opened[-1]
 
     yield connect
@@ -76,7 +86,7 @@ def test_a_peer_is_greeted_and_answered(connect, server):
 
     assert [ping(connection) for _ in range(3)] == [1, 1, 1]
     assert connection.welcome == WELCOME_OF_SERVER
-    assert (server.sessions[0].principal.name, server.connections) == ("me", 1)
+    assert (server.sessions[0].principal.name, server.connections) == ("engine", 1)
 
 
 def test_a_session_knows_whether_its_peer_is_on_this_host(connect, server):

@@ -17,6 +17,7 @@ from kvpool.core import errors
 NAMES = [
     "AsyncClient",
     "AsyncKeyspace",
+    "AuthenticationError",
     "CapacityError",
     "Client",
     "ClientStats",
@@ -42,6 +43,7 @@ NAMES = [
     "SegmentStatus",
     "SettingsError",
     "StoreResult",
+    "TlsSettings",
     "UnavailableError",
     "UnknownNamespaceError",
     "UsageError",
@@ -82,6 +84,7 @@ TREE = {
     "ClosedError": "UsageError",
     "SettingsError": "UsageError",
     "UnavailableError": "KvpoolError",
+    "AuthenticationError": "UnavailableError",
     "DeadlineError": "UnavailableError",
     "OverloadedError": "UnavailableError",
     "ProtocolError": "KvpoolError",

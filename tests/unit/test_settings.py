@@ -135,8 +135,8 @@ def test_every_setting_is_described():
         ("meta.node_ttl_s", "2s", "three heartbeats"),
         ("meta.policy", "fifo", "'lru'"),
         ("meta.unix_socket", "meta.sock", "must be an absolute path"),
-        ("meta.listen", "0.0.0.0", "needs --insecure (TLS comes later)"),
-        ("node.listen", "example.org", "needs --insecure (TLS comes later)"),
+        ("meta.listen", "0.0.0.0", "needs TLS (--tls-dir; `kvpool certs` makes one) or --insecure"),
+        ("node.listen", "example.org", "needs TLS (--tls-dir; `kvpool certs` makes one) or --insecure"),
         ("node.size", "64G", "use one of B, KiB, MiB, GiB"),
         ("node.size", "0", "at least one page"),
         ("node.node_id", "rack 1", "write e.g. node-1"),
@@ -179,6 +179,38 @@ def test_listening_everywhere_needs_permission_and_an_address_to_dial():
 
     assert "node.advertise_host = None (default): nobody can dial 0.0.0.0" in message
     assert (loaded.node.listen, loaded.node.advertise_host) == ("0.0.0.0", "10.0.0.7")
+
+
+@pytest.mark.parametrize("given", [{"tls.dir": "/certs"}, {"tls.ca": "/ca.pem"}, {"meta.insecure": True}])
+def test_listening_everywhere_needs_tls_or_to_be_told_so(given):
+    assert load_settings(overrides={"meta.listen": "0.0.0.0", **given}, environ={}).meta.listen == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"cert": "/c.pem", "key": "/k.pem"},
+            "tls.cert = '/c.pem' (flag --tls-cert): needs TLS: name a CA",
+        ),
+        ({"token_file": "/t"}, "tls.token_file = '/t' (flag --tls-token-file): needs TLS"),
+        ({"tokens": "/t"}, "tls.tokens = '/t' (flag --tls-tokens): needs TLS"),
+        ({"dir": "/d", "cert": "/c.pem"}, "a certificate and its key go together"),
+        ({"dir": "/d", "key": "/k.pem"}, "a certificate and its key go together"),
+        ({"ca": "/c", "cert": "/c.pem", "key": "/k.pem", "token_file": "/t"}, "one proof is enough"),
+        ({"ca": "/c", "token": "t" * 20, "token_file": "/t"}, "one proof is enough"),
+    ],
+)
+def test_settings_of_tls_that_do_not_go_together(given, message):
+    assert message in refusal(overrides={f"tls.{name}": value for name, value in given.items()})
+
+
+@pytest.mark.parametrize("more", [{"node.ucx_plaintext": True}, {"node.insecure": True}, {"node.listen": "127.0.0.1"}])
+def test_ucx_beside_tls_wants_to_be_known_for_plaintext(more):
+    secured = {"node.listen": "10.0.0.1", "node.ucx": True, "tls.dir": "/certs"}
+
+    assert "is not encrypted by TLS; add --ucx-plaintext" in refusal(overrides=secured)
+    assert load_settings(overrides=secured | more, environ={}).node.ucx
 
 
 def test_all_bad_values_are_named_at_once():

@@ -23,11 +23,20 @@ def test_nothing_needs_to_be_said() -> None:
         ({"pool": "http://h"}, "grpc://HOST:PORT"),
         ({"load_threads": 0}, "load_threads"),
         ({"epoch": 1 << 31}, "epoch"),
+        ({"tls": {"folder": "/x"}}, "tls.folder"),
+        ({"tls": {"dir": "/x", "token": "secret-secret-secret"}}, "tls.token_file"),
+        ({"tls": {"cert": "/x"}}, "tls.cert = .not shown.*needs TLS"),
     ],
 )
 def test_an_error_names_the_key_and_the_value(extra: dict, named: str) -> None:
     with pytest.raises(SettingsError, match=named):
         parse_config(extra)
+
+
+def test_certificates_are_named_by_folder_or_by_file() -> None:
+    config = parse_config({"tls": {"dir": "/etc/kvpool/tls", "cert": "/run/e.pem", "key": "/run/e-key.pem"}})
+    assert config.tls is not None
+    assert [str(config.tls.dir), str(config.tls.cert)] == ["/etc/kvpool/tls", "/run/e.pem"]
 
 
 def test_the_local_nodes_size_is_checked_before_anything_starts() -> None:

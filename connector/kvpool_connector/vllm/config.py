@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvpool import SettingsError
+from kvpool import SettingsError, TlsSettings
 from kvpool.core.units import parse_size
 
 MODEL_CONFIG = ConfigDict(extra="forbid", frozen=True)
@@ -41,6 +41,7 @@ class ConnectorConfig(BaseModel):
         load_threads: Loads that run at a time in each worker.
         save_threads: Saves that run at a time in each worker.
         local_node: A store node to start on this host.
+        tls: Certificates for a pool with TLS, e.g. ``{"dir": "/etc/kvpool/tls"}``; a token only as a file.
     """
 
     model_config = MODEL_CONFIG
@@ -60,6 +61,7 @@ class ConnectorConfig(BaseModel):
     load_threads: int = Field(default=2, ge=1, le=64)
     save_threads: int = Field(default=1, ge=1, le=64)
     local_node: LocalNodeConfig | None = None
+    tls: TlsSettings | None = None
 
 
 def parse_config(extra: dict[str, Any]) -> ConnectorConfig:
@@ -74,11 +76,14 @@ def parse_config(extra: dict[str, Any]) -> ConnectorConfig:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
         known = ", ".join(ConnectorConfig.model_fields)
+        value = "(not shown)" if key.startswith("tls") else repr(first["input"])
         raise SettingsError(
-            f"kv_connector_extra_config: {key} = {first['input']!r}: {first['msg']}; known keys: {known}"
+            f"kv_connector_extra_config: {key} = {value}: {first['msg']}; known keys: {known}"
         ) from error
     if config.local_node is not None:
         parse_size(config.local_node.size)
+    if config.tls is not None and config.tls.token is not None:
+        raise SettingsError("kv_connector_extra_config: tls.token would be in vLLM's logs; name a tls.token_file")
     if not config.pool.startswith("grpc://"):
         raise SettingsError(f"kv_connector_extra_config: pool = {config.pool!r}; write grpc://HOST:PORT")
     return config

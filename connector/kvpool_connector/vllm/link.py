@@ -90,6 +90,7 @@ class PoolLink:
             transports=self._config.transports,
             streams=self._config.streams,
             principal=self._principal,
+            tls=self._config.tls,
         )
         try:
             keyspace = client.namespace(self.namespace)

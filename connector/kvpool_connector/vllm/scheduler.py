@@ -9,6 +9,7 @@ import queue
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -255,12 +256,13 @@ class PoolScheduler:
 
     def _open(self, namespace: Namespace) -> None:
         self._namespace = namespace
-        local = self._config.local_node
+        config = self._config
+        local = config.local_node
         self._link = PoolLink(
-            self._config,
+            config,
             namespace,
             f"vllm:{self._engine_id[:8]}",
-            before=(lambda: ensure_local_node(self._config.pool, local.size)) if local is not None else None,
+            before=None if local is None else partial(ensure_local_node, config.pool, local.size, tls=config.tls),
             opened=lambda status: _say_differences(status, namespace),
         )
         self._calls = PoolCalls(

@@ -15,6 +15,8 @@ from functools import partial
 from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, UnavailableError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.units import pages_of
+from kvpool.ops.addresses import split_address
+from kvpool.ops.credentials import TlsPeer
 from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus, verdicts
 from kvpool.transport.copying import load_slots, store_slots
 from kvpool.transport.deadline import Deadline
@@ -27,7 +29,7 @@ from kvpool.transport.ucx.messages import OfferRequest, PullRequest, Region, Reg
 from kvpool.transport.ucx.process import Peer, StalledError
 from kvpool.transport.ucx.said import runs_over_tcp
 from kvpool.transport.ucx.shared import devices_for, hold
-from kvpool.transport.wire.connection import Connection, split_address
+from kvpool.transport.wire.connection import Connection
 from kvpool.transport.wire.messages import NOT_MAPPED, Done, Statuses, pack, unpack
 from kvpool.transport.writing import Prepared, write_prepared
 
@@ -56,14 +58,22 @@ class UcxTransport(Transport):
 
     name = "ucx"
 
-    def __init__(self, uri: str, principal: str, incarnation: int, streams: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        uri: str,
+        principal: str,
+        incarnation: int,
+        streams: int,
+        timeout_s: float,
+        peer: TlsPeer | None = None,
+    ) -> None:
         address = uri.partition("://")[2]
         deadline = Deadline(timeout_s)
         self._side, self._let_go = hold(devices_for(split_address(address)[0]), deadline)
         try:
-            where = (f"tcp://{address}", principal, incarnation)
-            self._framed = TcpTransport(*where, streams, deadline.left_s())
-            self._connections = ConnectionPool(*where)
+            where = (f"{'tcp' if peer is None else 'tls'}://{address}", principal, incarnation)
+            self._framed = TcpTransport(*where, streams, deadline.left_s(), peer)
+            self._connections = ConnectionPool(*where, peer)
             self._streams = Streams(streams)
             self._peers: OpenOnce[bytes, tuple[Peer, Region]] = OpenOnce("the transport", self._forget)
             self._on_disk: set[bytes] = set()

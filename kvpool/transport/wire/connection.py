@@ -4,176 +4,22 @@ One exchange at a time. After any failure in mid-exchange the stream's position 
 itself; nothing else is safe.
 """
 
-import math
-import select
 import socket
-import struct
+import ssl
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 from kvpool.core import errors
-from kvpool.core.errors import CapacityError, DeadlineError, KvpoolError, ProtocolError, UnavailableError
-from kvpool.core.limits import FRAME_BODY_BYTES_MAX
-from kvpool.ops.failpoints import failpoint
-from kvpool.transport.blocks import rest_of
-from kvpool.transport.wire.frame import HEADER_BYTES, Header, pack_header, parse_header
-from kvpool.transport.wire.messages import (
-    PROTOCOL_VERSION,
-    ErrorReply,
-    Hello,
-    Message,
-    Welcome,
-    decode,
-    encode,
-)
+from kvpool.core.errors import AuthenticationError, DeadlineError, KvpoolError, ProtocolError, UnavailableError
+from kvpool.ops.addresses import split_address
+from kvpool.ops.credentials import TlsPeer
+from kvpool.ops.handshakes import handshake_problem
+from kvpool.transport.wire.framed import Buffers, FramedSocket
+from kvpool.transport.wire.messages import PROTOCOL_VERSION, ErrorReply, Hello, Message, Welcome
+from kvpool.transport.wire.tls import dial_tls
 
-IOV_MAX = 1024
-"""Buffers the kernel takes in one sendmsg or recvmsg."""
-
-SCRAP_BYTES = 1 << 16
-"""What nobody wants is read into so much memory, which is there when no more is."""
-
-_ARM_SLACK_S = 0.05
-
-SILENT_S = 60
-"""A peer over TCP whose host does not answer for so long is gone. Without it a host that vanished without a word would
-keep its connection, and what belongs to that, for ever."""
-
-_PROBE_S = 10
-
-Buffers = Sequence[memoryview]
 M = TypeVar("M", bound=Message)
-
-
-class FramedSocket:
-    """Sends and receives whole frames. Owns the socket."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.until_s = math.inf
-        """When the exchange at hand must be over; looked at when a system call did less than it was asked for."""
-        self._armed_s = -1.0
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 2)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S // 2 // _PROBE_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
-
-    def arm(self, timeout_s: float) -> None:
-        """Bound each following system call by about ``timeout_s``.
-
-        The kernel's own timers, unlike Python's, cost no poll() before each read and let MSG_WAITALL work.
-        """
-        if abs(timeout_s - self._armed_s) <= _ARM_SLACK_S:
-            return
-        self._armed_s = timeout_s
-        value = struct.pack("ll", int(timeout_s), max(1, int(timeout_s % 1 * 1e6)))
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-
-    def send(self, message: Message, correlation: int, deadline_ms: int = 0, payload: Buffers = ()) -> None:
-        """Send one frame; ``payload`` goes out straight from its buffers."""
-        body = encode(message)
-        if len(body) > FRAME_BODY_BYTES_MAX:
-            raise CapacityError(
-                f"{type(message).__name__} of {len(body)} bytes; the limit is {FRAME_BODY_BYTES_MAX}: name fewer blocks"
-            )
-        payload_bytes = sum(len(piece) for piece in payload)
-        header = pack_header(Header(message.kind, correlation, deadline_ms, len(body), payload_bytes))
-        if payload:
-            self._send_buffers([memoryview(header + body), *payload])
-        else:
-            self.sock.sendall(header + body)
-
-    def receive_header(self) -> Header:
-        """The next frame's header, checked."""
-        header = self.poll_header()
-        if header is None:
-            raise BlockingIOError("no frame in time")
-        return header
-
-    def poll_header(self) -> Header | None:
-        """The next frame's header, or None when none has begun within the armed time."""
-        header = bytearray(HEADER_BYTES)
-        try:
-            count = self.sock.recv_into(header, 0, socket.MSG_WAITALL)
-        except BlockingIOError:
-            return None
-        if not count:
-            raise ConnectionResetError("the peer closed the connection")
-        if count < HEADER_BYTES:
-            self._check_time()
-            self.receive_into(memoryview(header)[count:])
-        return parse_header(header)
-
-    def receive_body(self, header: Header) -> Message:
-        """The message of the frame whose header was just received."""
-        try:
-            body = bytearray(header.body_bytes)
-        except MemoryError:
-            self.drain(header.body_bytes)  # the next frame can be read, when there is memory for it
-            raise
-        self.receive_into(memoryview(body))
-        return decode(header.kind, body)
-
-    def receive_into(self, view: memoryview) -> None:
-        """Fill ``view`` from the stream."""
-        received = 0
-        while received < len(view):
-            count = self.sock.recv_into(view[received:], 0, socket.MSG_WAITALL)
-            if not count:
-                raise ConnectionResetError("the peer closed the connection")
-            received += count
-            if received < len(view):
-                self._check_time()
-
-    def receive_pieces(self, pieces: Buffers) -> None:
-        """Fill several buffers, scattered by the kernel."""
-        for start in range(0, len(pieces), IOV_MAX):
-            group = list(pieces[start : start + IOV_MAX])
-            while group:
-                count = self.sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
-                if not count:
-                    raise ConnectionResetError("the peer closed the connection")
-                group = rest_of(group, count)
-                if group:
-                    self._check_time()
-
-    def drain(self, size_bytes: int) -> None:
-        """Read and drop ``size_bytes``, to reach the next frame."""
-        scrap = memoryview(bytearray(min(size_bytes, SCRAP_BYTES)))
-        while size_bytes:
-            piece = scrap[: min(size_bytes, len(scrap))]
-            self.receive_into(piece)
-            size_bytes -= len(piece)
-
-    def hung_up(self) -> bool:
-        """Whether the peer has closed the connection, be there something of it left to read or not."""
-        return _polled(self.sock, select.POLLRDHUP, 0.0)
-
-    def close(self) -> None:
-        """Close now; a thread blocked on the socket wakes with an error."""
-        with suppress(OSError):  # not connected any more
-            self.sock.shutdown(socket.SHUT_RDWR)
-        self.sock.close()
-
-    def _send_buffers(self, buffers: Buffers) -> None:
-        for start in range(0, len(buffers), IOV_MAX):
-            group = list(buffers[start : start + IOV_MAX])
-            while group:
-                group = rest_of(group, self.sock.sendmsg(group))
-                if group:
-                    self._check_time()
-            failpoint("wire.send.mid_payload")
-
-    def _check_time(self) -> None:
-        if time.monotonic() >= self.until_s:
-            raise TimeoutError("a byte now and then does not extend the time of an exchange")
 
 
 class Connection:
@@ -182,24 +28,26 @@ class Connection:
     Not thread-safe; `ConnectionPool` hands each caller its own.
 
     Args:
-        uri: ``tcp://host:port`` or ``unix:///path``.
+        uri: ``tcp://host:port``, ``tls://host:port`` or ``unix:///path``.
         principal: Who is calling.
         timeout_s: Bound on connecting and greeting.
+        peer: Who must answer over TLS, and what to prove to it who is calling.
 
     Raises:
+        AuthenticationError: Somebody else answers, or does not believe who is calling.
         UnavailableError: Nobody answers there in time.
         ProtocolError: Another protocol or version answers there.
     """
 
-    def __init__(self, uri: str, principal: str, timeout_s: float) -> None:
+    def __init__(self, uri: str, principal: str, timeout_s: float, peer: TlsPeer | None = None) -> None:
         self.uri = uri
         self._correlation = 0
         self._posted: deque[int] = deque()
         until_s = time.monotonic() + timeout_s
-        self._framed = FramedSocket(_dial(uri, timeout_s))
+        self._framed, token = _open(uri, timeout_s, until_s, peer)
         try:
             left_s = max(0.0, until_s - time.monotonic())
-            self.welcome = self.call(Hello(PROTOCOL_VERSION, principal), Welcome, left_s)
+            self.welcome = self.call(Hello(PROTOCOL_VERSION, principal, token), Welcome, left_s)
             if self.welcome.version != PROTOCOL_VERSION:
                 raise ProtocolError(f"{uri} speaks version {self.welcome.version}, this client {PROTOCOL_VERSION}")
         except BaseException:
@@ -283,7 +131,7 @@ class Connection:
 
     def readable(self, timeout_s: float) -> bool:
         """Whether a reply has begun to arrive, or the peer has gone, within ``timeout_s``."""
-        return self.closed or _polled(self._framed.sock, select.POLLIN, timeout_s)
+        return self.closed or self._framed.readable(timeout_s)
 
     def take_descriptors(self, count: int) -> list[int]:
         """Receive ``count`` file descriptors; the caller owns them."""
@@ -310,8 +158,26 @@ class Connection:
         self.close()
         if isinstance(error, BlockingIOError | TimeoutError):
             raise DeadlineError(f"{self.uri} did not answer in time") from error
+        if isinstance(error, ssl.SSLError):
+            raise AuthenticationError(f"{self.uri}: {handshake_problem(error)}") from error
         if isinstance(error, OSError):
             raise UnavailableError(f"{self.uri} cannot be reached: {error}") from error
+
+
+def _open(uri: str, timeout_s: float, until_s: float, peer: TlsPeer | None) -> tuple[FramedSocket, str]:
+    """A socket to ``uri``, and the token to greet with, if that is what proves who is calling."""
+    if not uri.startswith("tls://"):
+        return FramedSocket(_dial(uri, timeout_s)), ""
+    if peer is None:
+        raise AuthenticationError(f"{uri} speaks TLS; name certificates, e.g. with tls.dir (--tls-dir)")
+    sock = _dial(uri, timeout_s)
+    try:
+        framed = dial_tls(uri, sock, peer, max(0.0, until_s - time.monotonic()))
+    except OSError as error:
+        sock.close()
+        late = isinstance(error, TimeoutError)
+        raise (DeadlineError if late else UnavailableError)(f"{uri} cannot be reached over TLS: {error}") from error
+    return framed, peer.credentials.current().token
 
 
 def _dial(uri: str, timeout_s: float) -> socket.socket:
@@ -319,7 +185,7 @@ def _dial(uri: str, timeout_s: float) -> socket.socket:
     try:
         if scheme == "unix":
             sock = _dial_unix(rest, timeout_s)
-        elif scheme == "tcp":
+        elif scheme in {"tcp", "tls"}:
             sock = socket.create_connection(split_address(rest), timeout_s)
         else:
             raise errors.SettingsError(f"{uri!r} is not an address; write tcp://HOST:PORT or unix:///PATH")
@@ -340,28 +206,6 @@ def _dial_unix(path: str, timeout_s: float) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``, with IPv6 hosts in brackets.
-
-    Raises:
-        SettingsError: No port, or not a number from 0 to 65535.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or len(port) > 5 or int(port) > 65_535:
-        raise errors.SettingsError(f"{address!r} is not an address; write HOST:PORT, e.g. 127.0.0.1:7300")
-    return host.strip("[]"), int(port)
-
-
-def _polled(sock: socket.socket, events: int, timeout_s: float) -> bool:
-    """Whether one of ``events``, or the end of the connection, comes in time."""
-    poll = select.poll()  # unlike select(), takes descriptors of any number
-    try:
-        poll.register(sock, events)
-    except ValueError:
-        return True  # closed by another thread
-    return bool(poll.poll(timeout_s * 1000))
 
 
 def _remote_error(reply: ErrorReply) -> KvpoolError:

@@ -23,6 +23,7 @@ from kvpool.core.errors import ProtocolError
 from kvpool.core.limits import DEADLINE_S_MAX, FRAME_BODY_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
 
 MAGIC = b"KVP1"
+_TLS_HANDSHAKE = b"\x16\x03"
 _HEADER = struct.Struct("<4sHHIIIIQ")
 HEADER_BYTES = _HEADER.size
 DEADLINE_MS_MAX = int(DEADLINE_S_MAX * 1000)
@@ -53,6 +54,8 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
     if len(data) != HEADER_BYTES:
         raise ProtocolError(f"frame header of {len(data)} bytes; it has {HEADER_BYTES}")
     magic, kind, zero, correlation, deadline_ms, body_bytes, zeros, payload_bytes = _HEADER.unpack(data)
+    if magic.startswith(_TLS_HANDSHAKE):
+        raise ProtocolError("a TLS handshake, on a port without TLS: give this process certificates, or the peer none")
     if magic != MAGIC:
         raise ProtocolError(f"frame begins with {magic!r}, not {MAGIC!r}: this is not kvpool's framed port")
     if zero or zeros:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvpool.core.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NONE_INDEX = -2
 """`missing_from` when nothing is missing."""
 ALL_SHARDS = -1
@@ -35,11 +35,18 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Hello(Message, frozen=True):
-    """First on every connection. ``principal`` is who the caller says it is; services that authenticate overrule it."""
+    """First on every connection. ``principal`` is who the caller says it is; services that authenticate overrule it.
+
+    ``token`` is what proves who the caller is, over TLS and without a certificate; else empty.
+    """
 
     kind = 2
     version: int
     principal: str
+    token: str = ""
+
+    def __repr__(self) -> str:
+        return f"Hello(version={self.version}, principal={self.principal!r})"
 
 
 class Welcome(Message, frozen=True):

@@ -4,7 +4,6 @@ Requests of one connection are answered in order. What a connection may ask is d
 """
 
 import math
-import os
 import socket
 import threading
 import time
@@ -14,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvpool.core.errors import CapacityError, KvpoolError, OverloadedError, ProtocolError
+from kvpool.core.errors import AuthenticationError, CapacityError, KvpoolError, OverloadedError, ProtocolError
 from kvpool.core.limits import DEADLINE_S_MAX
 from kvpool.core.principals import Principal, anyone
+from kvpool.ops.authentication import Authenticator
 from kvpool.ops.logging import get_logger
-from kvpool.transport.wire.connection import Buffers, FramedSocket
+from kvpool.transport.wire.accepting import accept, meet, shown_peer, turn_away
 from kvpool.transport.wire.frame import Header
+from kvpool.transport.wire.framed import Buffers, FramedSocket
+from kvpool.transport.wire.listening import open_tcp, open_unix
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, ErrorReply, Hello, Message, Welcome
 
 STALL_S = 30.0
@@ -27,6 +29,9 @@ STALL_S = 30.0
 
 GRACE_S = 1.0
 """How long after its deadline a call's exchange is ended: its caller has given up, and may hold slots pinned."""
+
+HELLO_BYTES_MAX = 4096
+"""The greeting: all that is taken from somebody who has not said yet who it is."""
 
 REFUSALS_MAX = 16
 REFUSAL_S = 1.0
@@ -123,12 +128,20 @@ class FramedServer:
         open_session: Makes the session of a new connection; gets its number, unique in this server's life, and
             whether it came over a Unix socket.
         connections_max: Further connections are refused and counted.
+        authenticator: Who may come over TCP, with TLS; None: anybody, in plaintext.
     """
 
-    def __init__(self, identity: Identity, open_session: Callable[[int, bool], Session], connections_max: int) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        open_session: Callable[[int, bool], Session],
+        connections_max: int,
+        authenticator: Authenticator | None = None,
+    ) -> None:
         self._identity = identity
         self._open_session = open_session
         self._connections_max = connections_max
+        self._authenticator = authenticator
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
         self._unix_paths: list[Path] = []
@@ -140,20 +153,20 @@ class FramedServer:
         self._idle = threading.Condition()
         self._stopping = threading.Event()
         self.refused_connections = 0
+        self.refused_callers = 0
         self.failed_accepts = 0
 
     def listen_tcp(self, host: str, port: int) -> str:
-        """Listen on TCP; returns ``tcp://host:port`` with the port that was given or found (0).
+        """Listen on TCP; returns ``tcp://host:port``, or ``tls://``, with the port that was given or found (0).
 
         Raises:
             CapacityError: The address is in use or not ours.
         """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._bind(sock, (host, port), f"{host}:{port}")
+        sock = open_tcp(host, port, BACKLOG)
+        self._listeners.append(sock)
         shown = f"[{host}]" if ":" in host else host
-        return f"tcp://{shown}:{sock.getsockname()[1]}"
+        scheme = "tcp" if self._authenticator is None else "tls"
+        return f"{scheme}://{shown}:{sock.getsockname()[1]}"
 
     def listen_unix(self, path: Path) -> str:
         """Listen on a Unix socket that only this user may open; a dead server's socket is replaced.
@@ -161,15 +174,7 @@ class FramedServer:
         Raises:
             CapacityError: A live server listens there, or the path cannot be used.
         """
-        _remove_dead_socket(path)
-        old_mask = os.umask(0o077)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._bind(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), str(path), str(path))
-        except OSError as error:
-            raise CapacityError(f"cannot listen on {path}: {error}; choose another path") from error
-        finally:
-            os.umask(old_mask)
+        self._listeners.append(open_unix(path, BACKLOG))
         self._unix_paths.append(path)
         return f"unix://{path}"
 
@@ -204,15 +209,6 @@ class FramedServer:
         """Connections open now."""
         return len(self._connections)
 
-    def _bind(self, sock: socket.socket, address: object, shown: str) -> None:
-        try:
-            sock.bind(address)  # type: ignore[arg-type]
-            sock.listen(BACKLOG)
-        except (OSError, ValueError) as error:  # ValueError: a host or path that cannot be a name at all
-            sock.close()
-            raise CapacityError(f"cannot listen on {shown}: {error}; choose another address") from error
-        self._listeners.append(sock)
-
     def _spawn(self, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=target, args=args, name=f"framed-{target.__name__}", daemon=True)
         thread.start()
@@ -234,16 +230,21 @@ class FramedServer:
 
     def _admit(self, sock: socket.socket) -> None:
         """Serve a new connection, refuse it with a reason while there is room for that, or close it."""
+        try:
+            framed = accept(sock, self._authenticator)
+        except OSError:  # gone before it was met
+            sock.close()
+            return
         with self._lock:
             full = len(self._connections) - self._refusing >= self._connections_max
             self.refused_connections += full
             if self._stopping.is_set() or (full and self._refusing >= REFUSALS_MAX):
-                sock.close()
+                framed.close()
                 return
             self._accepted += 1
-            framed = self._connections[self._accepted] = FramedSocket(sock)
+            self._connections[self._accepted] = framed
             try:
-                self._spawn(self._refuse if full else self._serve, self._accepted, framed)
+                self._spawn(self._meet, self._accepted, framed, self._refuse if full else self._serve)
             except (RuntimeError, MemoryError) as error:  # no memory for a thread: later there may be
                 log.warning("connection_refused", server=self._identity.name, error=str(error))
                 self.refused_connections += not full
@@ -251,6 +252,24 @@ class FramedServer:
                 framed.close()
             else:
                 self._refusing += full
+
+    def _meet(self, number: int, framed: FramedSocket, serve: Callable[[int, FramedSocket], None]) -> None:
+        """Find out who is there, and then ``serve`` the connection."""
+        try:
+            meet(framed)
+        except (OSError, AuthenticationError) as error:
+            if isinstance(error, AuthenticationError):
+                self._turn_away(framed, error)
+            framed.close()
+            self._forget(number, refused=serve == self._refuse)
+        else:
+            serve(number, framed)
+
+    def _turn_away(self, framed: FramedSocket, error: AuthenticationError) -> None:
+        with self._lock:
+            self.refused_callers += 1
+        log.warning("caller_refused", server=self._identity.name, peer=shown_peer(framed), reason=str(error))
+        turn_away(framed)
 
     def _refuse(self, number: int, framed: FramedSocket) -> None:
         """Answer the greeting with why there is no more: a peer can tell a full server from a dead one."""
@@ -273,6 +292,8 @@ class FramedServer:
             framed.arm(STALL_S)
             while True:
                 self._serve_one(framed, session)
+        except AuthenticationError as error:
+            self._turn_away(framed, error)
         except (OSError, ProtocolError) as error:
             if isinstance(error, ProtocolError):
                 log.warning("connection_closed", server=self._identity.name, connection=number, error=str(error))
@@ -290,6 +311,8 @@ class FramedServer:
     def _serve_one(self, framed: FramedSocket, session: Session) -> None:
         header = framed.poll_header()
         if header is None:
+            if self._authenticator is not None and not framed.greeted:
+                raise AuthenticationError(f"it did not say who it is in {STALL_S:g} s")
             return  # idle: a peer may take as long as it likes to begin a frame
         self._count_busy(1)
         try:
@@ -308,8 +331,10 @@ class FramedServer:
     def _exchange(self, framed: FramedSocket, header: Header, session: Session) -> None:
         payload = Payload(framed, header.payload_bytes, header.deadline_ms)
         try:
-            reply = self._answer(framed.receive_body(header), payload, session)
-        except ProtocolError as error:
+            if not framed.greeted and header.body_bytes > HELLO_BYTES_MAX:
+                raise ProtocolError(f"a first frame of {header.body_bytes} bytes; a connection begins with Hello")
+            reply = self._answer(framed.receive_body(header), payload, framed, session)
+        except (ProtocolError, AuthenticationError) as error:
             framed.send(_error_reply(error), header.correlation)
             raise
         except MemoryError:
@@ -330,17 +355,26 @@ class FramedServer:
         except CapacityError as error:  # too long: nothing of it was sent
             framed.send(_error_reply(error), correlation)
 
-    def _answer(self, request: Message, payload: Payload, session: Session) -> Reply:
+    def _answer(self, request: Message, payload: Payload, framed: FramedSocket, session: Session) -> Reply:
         if isinstance(request, Hello):
             self._check_version(request)
-            session.greet(anyone(request.principal))
+            session.greet(self._caller(request, framed))
+            framed.greeted = True
             return Reply(Welcome(PROTOCOL_VERSION, self._identity.name, self._identity.incarnation))
+        if not framed.greeted:
+            raise ProtocolError(f"{type(request).__name__} before Hello: a connection begins with that")
         try:
             return session.handle(request, payload)
         except ProtocolError:
             raise
         except KvpoolError as error:
             return Reply(_error_reply(error))
+
+    def _caller(self, hello: Hello, framed: FramedSocket) -> Principal:
+        """Who calls. Over a Unix socket it is this host's own user, who could read this process's keys anyway."""
+        if self._authenticator is None or framed.sock.family == socket.AF_UNIX:
+            return anyone(hello.principal)
+        return self._authenticator.caller(framed.identities, hello.token)
 
     def _check_version(self, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
@@ -356,19 +390,3 @@ def _limit_time(framed: FramedSocket, deadline_ms: int) -> None:
 
 def _error_reply(error: KvpoolError) -> ErrorReply:
     return ErrorReply(type(error).__name__, str(error))
-
-
-def _remove_dead_socket(path: Path) -> None:
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise CapacityError(f"{path} exists and is no socket; choose another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise CapacityError(f"cannot use {path} as a socket: {error}; choose another path") from error
-        else:
-            raise CapacityError(f"another server listens on {path}; stop it or choose another path")
