@@ -21,7 +21,7 @@ MARGIN = 1.25
 STALE_AGE = 32
 """Leaves are compared anew when a part of 1 in so many of the oldest one's age has passed."""
 
-PUT_OFF_MAX = 65_536
+PUT_OFF_MAX = 16_384
 """Matches remembered until something is written; what is read only teaches little more."""
 
 _DORMANT_QUEUE = -1
