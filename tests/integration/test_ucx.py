@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,9 @@ from kvpool.client.nodes import Use
 from kvpool.transport import ReadBatch, ReadStatus
 from kvpool.transport.blocks import Blocks
 from kvpool.transport.deadline import Deadline
+from kvpool.transport.ucx.messages import OfferRequest, Region
 from kvpool.transport.ucx.shared import _shared
+from kvpool.transport.wire.connection import Connection
 from kvpool.v1 import store_node_pb2, store_node_pb2_grpc
 from tests.integration.conftest import BLOCK_BYTES, Pool, blank, open_blocks, random_blocks, random_chain
 from tests.integration.test_disk import assert_loads, put_on_disk
@@ -57,6 +59,10 @@ def long_lived_pool(tmp_path_factory):
 def pool(long_lived_pool):
     if "n0" not in long_lived_pool.nodes or not psutil.pid_exists(long_lived_pool.nodes["n0"].pid):
         long_lived_pool.start_node("n0", "512MiB", ucx=True)
+    with kvpool.connect(long_lived_pool.uri, transports=["tcp"]) as client:
+        segment_id = bytes.fromhex(client.status().nodes[0].segments[0].segment_id)
+    with closing(Connection(long_lived_pool.ready["n0"]["data"], "test", 60)) as node:
+        node.call(OfferRequest(segment_id), Region, 60)  # its UCX process may have ended: then it is started again
     with ExitStack() as stack:
         yield replace(long_lived_pool, stack=stack)
 

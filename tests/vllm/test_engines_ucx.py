@@ -10,7 +10,7 @@ from tests.integration.conftest import Pool
 from tests.vllm.engine_fixtures import BLOCK_BYTES, BLOCK_TOKENS, ENGINE, META, SHORT
 from tests.vllm.engines import Engine, soon
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(360)]
 
 STEP = {"KVPOOL_PROBE_LOAD_STEP": str(2 * BLOCK_BYTES)}
 """Loads go in many steps."""
