@@ -183,7 +183,9 @@ def test_listening_everywhere_needs_permission_and_an_address_to_dial():
 
 @pytest.mark.parametrize("given", [{"tls.dir": "/certs"}, {"tls.ca": "/ca.pem"}, {"meta.insecure": True}])
 def test_listening_everywhere_needs_tls_or_to_be_told_so(given):
-    assert load_settings(overrides={"meta.listen": "0.0.0.0", **given}, environ={}).meta.listen == "0.0.0.0"
+    everywhere = {"meta.listen": "0.0.0.0", "meta.advertise_host": "10.0.0.7"}
+
+    assert load_settings(overrides=everywhere | given, environ={}).meta.listen == "0.0.0.0"
 
 
 @pytest.mark.parametrize(
