@@ -185,17 +185,17 @@ def test_tokens_that_are_made_are_taken_and_differ():
 
 
 @pytest.mark.parametrize(
-    ("listen", "insecure", "security"), [("127.0.0.1", False, Security.LOOPBACK), ("0.0.0.0", True, Security.INSECURE)]
+    ("listen", "insecure", "security"), [("127.0.0.1", False, Security.LOOPBACK), ("10.0.0.7", True, Security.INSECURE)]
 )
 def test_a_server_without_tls_says_whom_it_serves(listen, insecure, security):
-    settings = MetaSettings(insecure=insecure, listen=listen, advertise_host="10.0.0.7")
+    settings = MetaSettings(insecure=insecure, listen=listen)
     guard = open_authenticator(TlsSettings(), settings, "meta", META)
     assert (guard, security_of(guard, settings)) == (None, security)
 
 
 def test_settings_made_for_tls_do_not_serve_others_without(folder, certs):
     certs()
-    settings = MetaSettings.model_validate({"listen": "0.0.0.0", "advertise_host": "10.0.0.7"}, context={"tls": True})
+    settings = MetaSettings.model_validate({"listen": "10.0.0.7"}, context={"tls": True})
     assert security_of(open_authenticator(TlsSettings(dir=folder), settings, "meta", META), settings) == Security.TLS
     with pytest.raises(SettingsError, match="beyond loopback needs TLS"):
         open_authenticator(TlsSettings(), settings, "meta", META)

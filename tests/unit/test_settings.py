@@ -185,7 +185,7 @@ def test_listening_everywhere_needs_permission_and_an_address_to_dial():
 def test_listening_everywhere_needs_tls_or_to_be_told_so(given):
     everywhere = {"meta.listen": "0.0.0.0", "meta.advertise_host": "10.0.0.7"}
 
-    assert load_settings(overrides={**everywhere, **given}, environ={}).meta.listen == "0.0.0.0"
+    assert load_settings(overrides=everywhere | given, environ={}).meta.listen == "0.0.0.0"
 
 
 @pytest.mark.parametrize(
