@@ -16,6 +16,9 @@ from kvpool.ops.handshakes import handshake_problem
 LOOK_S = 1.0
 """How long it may take to find out why a server hung up."""
 
+HUNG_UP = ("Socket closed", "Connection reset", "handshake failed")
+"""What gRPC says of a connection that it could not set up, though somebody was there."""
+
 
 class Channels:
     """The channel to one server, made anew when this process's credentials have changed. Thread-safe.
@@ -51,10 +54,11 @@ class Channels:
     def failure(self, error: grpc.RpcError, timeout_s: float) -> KvpoolError:
         """The error that a failed call stands for; takes up to ``timeout_s``, at most `LOOK_S`, to find out.
 
-        Of a server that hangs up during the handshake gRPC says no more than that.
+        Of a server that hangs up during the handshake gRPC says no more than that. Nothing else is worth a look: of a
+        host that does not answer, or a name that nobody knows, it would only be slower to hear.
         """
         raised = raised_by(error)
-        if type(raised) is not UnavailableError or "Connection refused" in str(raised) or timeout_s <= 0:
+        if type(raised) is not UnavailableError or not _hung_up(str(raised)) or timeout_s <= 0:
             return raised
         reason = why_refused(self._address, self._peer, min(timeout_s, LOOK_S))
         return AuthenticationError(reason) if reason else raised
@@ -74,6 +78,10 @@ class Channels:
             self._channels.append(self.open())
             if len(self._channels) > 2:
                 self._channels.pop(0).close()
+
+
+def _hung_up(details: str) -> bool:
+    return "failed to connect" in details and any(words in details for words in HUNG_UP)
 
 
 def why_refused(address: str, peer: TlsPeer | None, timeout_s: float) -> str:

@@ -49,12 +49,10 @@ from .hostile_values import (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
+@pytest.fixture(autouse=True)
+def quiet(reset_logging):
     """Thousands of nodes join and leave here."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    yield
-    structlog.reset_defaults()
 
 
 class Pool:

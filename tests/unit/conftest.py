@@ -1,18 +1,10 @@
 """Parts that several files test: a directory over fake segments, a store over real shared memory."""
 
 import pytest
-import structlog
 from fake_node import SmallPool
 from real_store import WRITER, Node
 
 from kvpool.testing import ManualClock
-
-
-@pytest.fixture(autouse=True)
-def reset_logging():
-    """A command that runs in this process sets it to a standard error that ends with its test."""
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture
