@@ -10,6 +10,7 @@ import numpy as np
 import typer
 
 from kvpool.cli import with_settings
+from kvpool.cli.connecting import CLIENT_TLS_KEYS, connect_client
 from kvpool.cli.output import Format, UnhealthyError, emit
 from kvpool.core.limits import HASH_BYTES
 from kvpool.core.namespace import Namespace
@@ -38,19 +39,16 @@ class Pinged:
     """By transport."""
 
 
-@with_settings("client.pool", "client.timeout_s", "client.transports", "client.streams")
+@with_settings("client.pool", "client.timeout_s", "client.transports", "client.streams", *CLIENT_TLS_KEYS)
 def ping(settings: Settings, output: Format, blocks: Blocks = 16) -> None:
     """Store new blocks, look them up, load them and compare every byte; they are evicted like any others.
 
     Exit with 3 if the pool cannot be reached, 4 if it did not give everything back.
     """
-    from kvpool import connect  # noqa: PLC0415 - after the settings are known to be good
-
-    client = settings.client
     hashes = [os.urandom(HASH_BYTES) for _ in range(blocks)]
     written = np.frombuffer(os.urandom(blocks * NAMESPACE.block_bytes), np.uint8).reshape(blocks, -1)
     read = np.zeros_like(written)
-    with connect(client.pool, transports=client.transports, timeout_s=client.timeout_s, streams=client.streams) as pool:
+    with connect_client(settings) as pool:
         keyspace = pool.namespace(NAMESPACE)
         stored, store_ms = _timed(lambda: keyspace.store(hashes, written))
         matched, match_ms = _timed(lambda: keyspace.match(hashes))

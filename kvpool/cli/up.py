@@ -35,7 +35,7 @@ def up(settings: Settings, output: Format) -> None:
     # Its node's own gRPC, which has no flag here, takes any port: two pools can run side by side.
     fixed = {"keep_segment": False, "listen": LOOPBACK, "advertise_host": None, "grpc_port": 0, "http_port": 0}
     node = settings.node.model_copy(update=fixed)
-    pool = EmbeddedPool(settings.meta.model_copy(update={"listen": LOOPBACK}), node)
+    pool = EmbeddedPool(settings.meta.model_copy(update={"listen": LOOPBACK}), node, tls=settings.tls)
 
     def announce() -> None:
         ready = {
