@@ -2,8 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
-# Many tests wait for processes: three share two cores well.
-PYTEST := $(BIN)/pytest -q -n 3 --dist loadfile
+PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 # UCX, for the tests of the ucx transport: without torch, which NIXL names as a need and never loads.
 NIXL := --no-deps 'nixl-cu12>=1.5,<2'
 
