@@ -88,7 +88,8 @@ class EngineProcess(ChildProcess):
             environ={**os.environ, **_ENVIRON, **bound_to(None), **(environ or {})},
             log_tail_bytes=_LOG_TAIL_BYTES,
         )
-        self._send(Start(dict(options)))
+        with contextlib.suppress(KvpoolError):  # it has ended already: `ready` says so, and why
+            self._send(Start(dict(options)))
 
     def ready(self) -> Ready:
         """Wait until the engine is built.

@@ -147,13 +147,17 @@ class FaultPool(Pool):
             and not any(self.stat(name).quarantined_bytes for name in self.nodes)
         )
 
-    def agree(self) -> None:
-        """The directory names exactly the slots that the nodes hold."""
-        held = self.headers()
+    def counts_agree(self) -> bool:
+        """Directory and nodes count the same; they are asked one after the other."""
         nodes = {node.node_id: (node.blocks, node.used_bytes) for node in self.client.status().nodes}
         stats = {name: self.stat(name).node.segments[0] for name in self.nodes}
-        assert nodes == {name: (segment.blocks, segment.used_bytes) for name, segment in stats.items()}
-        assert nodes == {name: (len(slots), len(slots) * BLOCK_BYTES) for name, slots in held.items()}
+        held = {name: (len(slots), len(slots) * BLOCK_BYTES) for name, slots in self.headers().items()}
+        return nodes == held == {name: (segment.blocks, segment.used_bytes) for name, segment in stats.items()}
+
+    def agree(self) -> None:
+        """The directory names exactly the slots that the nodes hold."""
+        eventually(self.counts_agree)
+        held = self.headers()
         parents = {h: parent for slots in held.values() for h, parent, *_ in slots}
         for leaf in set(parents) - set(parents.values()):
             chain = [leaf]
