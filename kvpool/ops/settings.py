@@ -5,15 +5,12 @@ The models are plain: `ops.sources` reads flags, the environment and files.
 
 import ipaddress
 import os
-import re
 import socket
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -25,62 +22,28 @@ from pydantic import (
 from kvpool.core.limits import (
     DEADLINE_S_MAX,
     LEASE_S_MAX,
-    PAGE_BYTES,
     REPLICAS_MAX,
     RESERVATION_S_MAX,
     SEGMENTS_MAX,
     STREAMS_MAX,
 )
-from kvpool.core.units import parse_duration, parse_size
-
-SOCKET_PATH_BYTES_MAX = 107
-"""``sun_path`` of Linux less its final zero."""
+from kvpool.ops.setting_kinds import (
+    Duration,
+    HugePages,
+    NodeId,
+    Pace,
+    PoolUri,
+    Port,
+    Schemes,
+    Size,
+    SizeOrNone,
+    SocketPath,
+)
 
 TLS_OR_INSECURE = "TLS (--tls-dir; `kvpool certs` makes one) or --insecure"
 
 TOMBSTONES_MAX = 1 << 24
 CONNECTIONS_MAX = 65_536
-_POOL_URI = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
-_NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def _whole_pages(size_bytes: int) -> int:
-    if size_bytes < PAGE_BYTES:
-        raise ValueError(f"must hold at least one page of {PAGE_BYTES} bytes; write e.g. 4GiB")
-    return size_bytes - size_bytes % PAGE_BYTES
-
-
-def _no_or_whole_pages(size_bytes: int) -> int:
-    return _whole_pages(size_bytes) if size_bytes else 0
-
-
-def _pool_uri(text: str) -> str:
-    match = _POOL_URI.fullmatch(text)
-    if match is None or not 1 <= int(match[1]) <= 65_535:
-        raise ValueError("must be grpc://HOST:PORT; write e.g. grpc://127.0.0.1:7300")
-    return text
-
-
-def _node_id(text: str) -> str:
-    if _NODE_ID.fullmatch(text) is None:
-        raise ValueError("must be 1 to 64 letters, digits, '.', '_' or '-'; write e.g. node-1")
-    return text
-
-
-def _socket_path(path: Path) -> Path:
-    if not path.is_absolute():
-        raise ValueError("must be an absolute path, e.g. /run/kvpool/node-1.sock")
-    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
-        raise ValueError(f"must be shorter: a Unix socket's path has at most {SOCKET_PATH_BYTES_MAX} bytes")
-    return path
-
-
-def _words(value: object) -> object:
-    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
-
-
-def _off(value: object) -> object:
-    return "off" if value is False else value  # YAML 1.1 reads a bare off as false
 
 
 def _unix_socket(data: dict[str, Any]) -> Path:
@@ -111,18 +74,6 @@ def is_loopback(host: str) -> bool:
 def _has_tls(info: ValidationInfo) -> bool:
     """Whether these settings are part of a whole that has TLS; `Settings` says so while it is validated."""
     return bool((info.context or {}).get("tls"))
-
-
-Port = Annotated[int, Field(ge=0, le=65_535)]
-Size = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_whole_pages)]
-VramSize = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_no_or_whole_pages)]
-DiskSize = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_no_or_whole_pages)]
-Pace = Annotated[int, Field(ge=0), BeforeValidator(parse_size, str | int)]
-Duration = Annotated[float, Field(gt=0), BeforeValidator(parse_duration, str | float)]
-Scheme = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*$")]
-PoolUri = Annotated[str, AfterValidator(_pool_uri)]
-NodeId = Annotated[str, AfterValidator(_node_id)]
-SocketPath = Annotated[Path, AfterValidator(_socket_path)]
 
 
 class Section(BaseModel):
@@ -262,7 +213,7 @@ class NodeSettings(ServerSettings):
     size: Size = 1 << 30
     """Capacity of the segment, rounded down to whole pages."""
 
-    vram: VramSize = 0
+    vram: SizeOrNone = 0
     """Hold the blocks in so much memory of a GPU, in place of shared memory (size); 0: in shared memory."""
 
     device: Annotated[str, Field(pattern=r"^[a-z]+:[0-9]{1,3}$")] = "cuda:0"
@@ -271,13 +222,13 @@ class NodeSettings(ServerSettings):
     segment_dir: Path = Path("/dev/shm")  # noqa: S108 - where shared memory lives
     """Directory of the segment file; memory-backed, or it is no shared memory."""
 
-    hugepages: Annotated[Literal["auto", "off", "require"], BeforeValidator(_off)] = "auto"
+    hugepages: HugePages = "auto"
     """Huge pages for the segment: where available, never, or fail without."""
 
     disk: Path | None = None
     """Directory, on a local disk, for a second tier below memory: what was read is copied there; none by default."""
 
-    disk_size: DiskSize = 0
+    disk_size: SizeOrNone = 0
     """Capacity of the disk tier, taken at the start; disk needs it."""
 
     data_port: Port = 7310
@@ -355,7 +306,7 @@ class ClientSettings(Section):
     pool: PoolUri = "grpc://127.0.0.1:7300"
     """The pool's metadata service."""
 
-    transports: Annotated[tuple[Scheme, ...], Field(min_length=1), BeforeValidator(_words)] = ("shm", "tcp")
+    transports: Schemes = ("shm", "tcp")
     """Transports to use, best first."""
 
     timeout_s: Annotated[Duration, Field(le=DEADLINE_S_MAX)] = 5.0
