@@ -14,6 +14,7 @@ from kvpool.meta.membership import MembershipServicer
 from kvpool.meta.metrics import MetaMetrics
 from kvpool.meta.service import MetaService
 from kvpool.meta.servicers import AdminServicer, DirectoryServicer
+from kvpool.ops.addresses import at_host
 from kvpool.ops.authentication import open_authenticator, security_of
 from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.http import HttpServer, role_pages
@@ -95,10 +96,8 @@ class MetaServer:
         settings = self.settings
         try:
             tcp_uri = self._framed.listen_tcp(settings.listen, settings.framed_port)
-            scheme, _, self.framed_address = tcp_uri.partition("://")
-            if settings.advertise_host is not None:
-                tcp_uri = f"{scheme}://{settings.advertise_host}:{tcp_uri.rpartition(':')[2]}"
-            framed = [tcp_uri]
+            self.framed_address = tcp_uri.partition("://")[2]
+            framed = [at_host(tcp_uri, settings.advertise_host)]
             if settings.unix_socket is not None:
                 framed.insert(0, self._framed.listen_unix(settings.unix_socket))
             self._framed.start()

@@ -30,6 +30,7 @@ from kvpool.node.segment import Segment
 from kvpool.node.servicer import StoreNodeServicer
 from kvpool.node.serving import DataSession
 from kvpool.node.store import NodeStore
+from kvpool.ops.addresses import at_host
 from kvpool.ops.authentication import open_authenticator, security_of
 from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.http import HttpServer, role_pages
@@ -181,8 +182,7 @@ class NodeServer:
         unix_uri = self._framed.listen_unix(settings.unix_socket)
         self._framed.start()
         scheme, _, self.data_address = tcp_uri.partition("://")
-        if settings.advertise_host is not None:
-            tcp_uri = f"{scheme}://{settings.advertise_host}:{tcp_uri.rpartition(':')[2]}"
+        tcp_uri = at_host(tcp_uri, settings.advertise_host)
         if settings.vram:
             nearest = unix_uri.replace("unix://", "cuda://")
         else:
@@ -201,8 +201,7 @@ class NodeServer:
         server = self._grpc = GrpcServer(SERVICES, self._register, authenticator=self._authenticator)
         undo.callback(lambda: server.stop(STOP_GRACE_S))  # first: one that starts and is not stopped hangs at exit
         self.grpc_address = server.start(settings.listen, settings.grpc_port)
-        host = settings.advertise_host or self.grpc_address.rpartition(":")[0]
-        self._endpoints.append(f"grpc://{host}:{self.grpc_address.rpartition(':')[2]}")
+        self._endpoints.append(at_host(f"grpc://{self.grpc_address}", settings.advertise_host))
         pace = (settings.scrub_bytes_per_s, settings.scrub_interval_s, self._framed.wait_idle)
         self._scrubbers = [Scrubber(store.checks, *pace) for store in self.store.tiers]
         schemes = copy_schemes(ucx=settings.ucx)

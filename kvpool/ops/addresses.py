@@ -3,6 +3,19 @@
 from kvpool.core.errors import SettingsError
 
 
+def shown_host(host: str) -> str:
+    """``host`` as it stands in an address: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def at_host(uri: str, host: str | None) -> str:
+    """``uri`` as others dial it: at ``host``, where that is another than is listened on, and the same port."""
+    if host is None:
+        return uri
+    scheme, _, address = uri.partition("://")
+    return f"{scheme}://{host}:{address.rpartition(':')[2]}"
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of ``host:port``, with IPv6 hosts in brackets.
 

@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from kvpool.core import errors
 from kvpool.core.errors import CapacityError, KvpoolError
 from kvpool.core.limits import DEADLINE_S_MAX, FRAME_BODY_BYTES_MAX
+from kvpool.ops.addresses import shown_host
 from kvpool.ops.admission import Admission
 from kvpool.ops.authentication import Authenticator
 from kvpool.ops.grpc_tls import server_credentials
@@ -122,7 +123,7 @@ class GrpcServer:
         return self._listen(host, port, tokens=True)
 
     def _listen(self, host: str, port: int, *, tokens: bool) -> str:
-        shown = f"[{host}]" if ":" in host else host
+        shown = shown_host(host)
         try:
             if self._authenticator is None:
                 bound = self._server.add_insecure_port(f"{shown}:{port}")

@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from kvpool.core.errors import CapacityError
+from kvpool.ops.addresses import shown_host
 from kvpool.ops.logging import get_logger
 
 CONNECTIONS_MAX = 16
@@ -86,7 +87,7 @@ class HttpServer:
 
     def start(self, host: str, port: int) -> str:
         """Listen and serve; returns ``host:port``. Raises CapacityError when the address cannot be had."""
-        shown = f"[{host}]" if ":" in host else host
+        shown = shown_host(host)
         try:
             self._server = _Server((host, port), self._pages)
         except (OSError, UnicodeError) as error:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.checksum import block_seeds
 from kvpool.core.keys import select_hashes
+from kvpool.ops.credentials import TlsPeer
 from kvpool.transport.blocks import Blocks
 from kvpool.transport.deadline import Deadline
 
@@ -52,6 +53,32 @@ class WriteStatus(IntEnum):
     """The node has no free extent of that length."""
     FAILED = 4
     """The node could not be reached, or not in time; whether it committed the block is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The process that a transport is to reach, and how.
+
+    Attributes:
+        uri: One of the node's endpoints.
+        principal: Who is calling.
+        incarnation: The process that must answer there.
+        streams: Threads, or connections, that one large transfer may use.
+        timeout_s: Time to connect.
+        peer: Who must answer over TLS; None: plaintext.
+    """
+
+    uri: str
+    principal: str
+    incarnation: int
+    streams: int
+    timeout_s: float
+    peer: TlsPeer | None = None
+
+    @property
+    def place(self) -> str:
+        """The URI without its scheme."""
+        return self.uri.partition("://")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +155,7 @@ class WriteBatch:
 
 
 class Transport(ABC):
-    """One client's way to one node. Thread-safe; the client owns it and closes it.
+    """One client's way to one node. Thread-safe; the client owns it and closes it. Made of a `Target`.
 
     A transport never reports success before the checksum over the *destination* was compared, and never raises for
     what the data path turns into a miss: a slot that is gone, bad bytes, a dead or slow peer are statuses. After

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.directory import VRAM
 from kvpool.core.errors import KvpoolError, ProtocolError
-from kvpool.ops.credentials import TlsPeer
-from kvpool.transport.base import ReadBatch, Transport, WriteBatch
+from kvpool.transport.base import ReadBatch, Target, Transport, WriteBatch
 from kvpool.transport.blocks import DeviceMemory, FarBlocks
 from kvpool.transport.copying import begin_store_slots, fits
 from kvpool.transport.deadline import Deadline
@@ -62,20 +61,12 @@ class CudaTransport(Transport):
     name = "cuda"
     reaches_far = frozenset({VRAM})
 
-    def __init__(
-        self,
-        uri: str,
-        principal: str,
-        incarnation: int,
-        streams: int,
-        timeout_s: float,
-        _peer: TlsPeer | None = None,
-    ) -> None:
-        deadline = Deadline(timeout_s)
-        self._connections = ConnectionPool(f"unix://{uri.partition('://')[2]}", principal, incarnation)
-        self._streams = Streams(streams)
+    def __init__(self, target: Target) -> None:
+        uri, deadline = target.uri, Deadline(target.timeout_s)
+        self._connections = ConnectionPool(f"unix://{target.place}", target.principal, target.incarnation)
+        self._streams = Streams(target.streams)
         try:
-            with self._connections.connection(timeout_s) as connection:
+            with self._connections.connection(target.timeout_s) as connection:
                 reply = connection.call(MapRequest(), MapReply, deadline.left_s())
             if len(reply.handle) > HANDLE_BYTES_MAX or reply.size_bytes < 1:
                 raise ProtocolError(f"{uri} offers {reply.size_bytes} bytes by {len(reply.handle)} bytes of a handle")

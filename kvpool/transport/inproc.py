@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from kvpool.core.directory import SHM
 from kvpool.core.directory.table import NO_SLOT
 from kvpool.core.errors import DeadlineError, KvpoolError, UnavailableError
-from kvpool.ops.credentials import TlsPeer
-from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus
+from kvpool.transport.base import ReadBatch, ReadStatus, Target, Transport, WriteBatch, WriteStatus
 from kvpool.transport.blocks import Bytes
 from kvpool.transport.copying import begin_store_slots, scatter
 from kvpool.transport.deadline import Deadline
@@ -88,21 +87,13 @@ class InprocTransport(Transport):
     name = "inproc"
     reaches_far = frozenset({SHM})
 
-    def __init__(
-        self,
-        uri: str,
-        _principal: str,
-        incarnation: int,
-        streams: int,
-        _timeout_s: float,
-        _peer: TlsPeer | None = None,
-    ) -> None:
-        store = _stores.get(uri.partition("://")[2])
-        if store is None or store.incarnation != incarnation:
-            raise UnavailableError(f"{uri} is not a node of this process")
+    def __init__(self, target: Target) -> None:
+        store = _stores.get(target.place)
+        if store is None or store.incarnation != target.incarnation:
+            raise UnavailableError(f"{target.uri} is not a node of this process")
         self._store = store
         self._owner = next(_owners)
-        self._streams = Streams(streams)
+        self._streams = Streams(target.streams)
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`."""

@@ -5,8 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from kvpool.core.errors import SettingsError
-from kvpool.ops.credentials import TlsPeer
-from kvpool.transport.base import Transport
+from kvpool.transport.base import Target, Transport
 
 SCHEMES: dict[str, str] = {
     "inproc": "kvpool.transport.inproc:InprocTransport",
@@ -41,15 +40,13 @@ def plain_scheme(uri: str) -> str:
     return next((plain for plain, over_tls in OVER_TLS.items() if over_tls == scheme), scheme)
 
 
-def open_transport(
-    uri: str, principal: str, incarnation: int, streams: int, timeout_s: float, peer: TlsPeer | None = None
-) -> Transport:
-    """Connect to the node at ``uri``, which must be the process with ``incarnation``, and over TLS ``peer``.
+def open_transport(target: Target) -> Transport:
+    """Connect to a node.
 
     Raises:
         UnavailableError: Nobody answers there, or another process does.
     """
-    transport: Transport = _class_of(scheme_of(uri))(uri, principal, incarnation, streams, timeout_s, peer)
+    transport: Transport = _class_of(scheme_of(target.uri))(target)
     return transport
 
 

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from kvpool.core.directory import SHM
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, UnavailableError
-from kvpool.ops.credentials import TlsPeer
 from kvpool.ops.failpoints import failpoint
-from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Transport, WriteBatch, verdicts
+from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Target, Transport, WriteBatch, verdicts
 from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks
 from kvpool.transport.copying import begin_store_slots, fits, load_slots, starts_of
 from kvpool.transport.deadline import Deadline
@@ -106,21 +105,12 @@ class ShmTransport(Transport):
     name = "shm"
     reaches_far = frozenset({SHM})
 
-    def __init__(
-        self,
-        uri: str,
-        principal: str,
-        incarnation: int,
-        streams: int,
-        timeout_s: float,
-        _peer: TlsPeer | None = None,
-    ) -> None:
-        path = uri.partition("://")[2]
-        self._connections = ConnectionPool(f"unix://{path}", principal, incarnation)
-        self._streams = Streams(streams)
+    def __init__(self, target: Target) -> None:
+        self._connections = ConnectionPool(f"unix://{target.place}", target.principal, target.incarnation)
+        self._streams = Streams(target.streams)
         self._mappings: OpenOnce[bytes, _Mapping] = OpenOnce("the transport", _Mapping.close)
         self._not_mapped: set[bytes] = set()
-        with self._connections.connection(timeout_s):
+        with self._connections.connection(target.timeout_s):
             pass  # the node is on this host and answers
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, ProtocolError
-from kvpool.ops.credentials import TlsPeer
 from kvpool.ops.failpoints import failpoint
-from kvpool.transport.base import ReadBatch, ReadStatus, Transport, WriteBatch
+from kvpool.transport.base import ReadBatch, ReadStatus, Target, Transport, WriteBatch
 from kvpool.transport.copying import GROUP_BYTES, checksum, checksums_side_by_side
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
@@ -29,19 +28,11 @@ REQUEST_BYTES_MAX = 64 << 20
 class TcpTransport(Transport):
     """Framed connections to a node, over TCP, with TLS or without, or a Unix socket."""
 
-    def __init__(
-        self,
-        uri: str,
-        principal: str,
-        incarnation: int,
-        streams: int,
-        timeout_s: float,
-        peer: TlsPeer | None = None,
-    ) -> None:
-        self.name = uri.partition("://")[0]
-        self._connections = ConnectionPool(uri, principal, incarnation, peer)
-        self._streams = Streams(streams)
-        with self._connections.connection(timeout_s):
+    def __init__(self, target: Target) -> None:
+        self.name = target.uri.partition("://")[0]
+        self._connections = ConnectionPool(target.uri, target.principal, target.incarnation, target.peer)
+        self._streams = Streams(target.streams)
+        with self._connections.connection(target.timeout_s):
             pass  # the node answers
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.identities import node_identity
 from kvpool.ops.credentials import Credentials
-from kvpool.transport.base import Transport
+from kvpool.transport.base import Target, Transport
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.registry import (
     OVER_TLS,
@@ -89,7 +89,7 @@ class Ways:
                     if not self._is_ready(scheme, uri):
                         raise UnavailableError(self._missing[scheme])
                     timeout_s = min(CONNECT_TIMEOUT_S, deadline.left_s())
-                    transport = open_transport(uri, principal, incarnation, streams, timeout_s, peer)
+                    transport = open_transport(Target(uri, principal, incarnation, streams, timeout_s, peer))
                 except KvpoolError as error:
                     tried[uri] = str(error)
                     continue

@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 
 from kvpool.core.errors import SettingsError, UnavailableError
-from kvpool.transport import SCHEMES, Transport, open_transport, scheme_of
+from kvpool.transport import SCHEMES, Target, Transport, open_transport, scheme_of
 from kvpool.transport.registry import SCHEMES as REGISTRY
 
 
@@ -27,10 +27,10 @@ def test_an_unknown_scheme_is_refused_with_the_known_ones(uri):
     with pytest.raises(SettingsError, match="use one of inproc, cuda, shm, ucx, unix, tcp"):
         scheme_of(uri)
     with pytest.raises(SettingsError, match="is not known"):
-        open_transport(uri, "me", 1, 1, 1.0)
+        open_transport(Target(uri, "me", 1, 1, 1.0))
 
 
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "unix"])
 def test_a_node_that_is_not_there_is_unavailable(scheme, tmp_path):
     with pytest.raises(UnavailableError):
-        open_transport(f"{scheme}://{tmp_path}/nobody", "me", 1, 1, 1.0)
+        open_transport(Target(f"{scheme}://{tmp_path}/nobody", "me", 1, 1, 1.0))

@@ -10,14 +10,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, UnavailableError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.units import pages_of
 from kvpool.ops.addresses import split_address
-from kvpool.ops.credentials import TlsPeer
-from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Transport, WriteBatch, WriteStatus, verdicts
+from kvpool.transport.base import (
+    OnDiskError,
+    ReadBatch,
+    ReadStatus,
+    Target,
+    Transport,
+    WriteBatch,
+    WriteStatus,
+    verdicts,
+)
 from kvpool.transport.copying import load_slots, store_slots
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
@@ -58,23 +67,14 @@ class UcxTransport(Transport):
 
     name = "ucx"
 
-    def __init__(
-        self,
-        uri: str,
-        principal: str,
-        incarnation: int,
-        streams: int,
-        timeout_s: float,
-        peer: TlsPeer | None = None,
-    ) -> None:
-        address = uri.partition("://")[2]
-        deadline = Deadline(timeout_s)
-        self._side, self._let_go = hold(devices_for(split_address(address)[0]), deadline)
+    def __init__(self, target: Target) -> None:
+        deadline = Deadline(target.timeout_s)
+        self._side, self._let_go = hold(devices_for(split_address(target.place)[0]), deadline)
         try:
-            where = (f"{'tcp' if peer is None else 'tls'}://{address}", principal, incarnation)
-            self._framed = TcpTransport(*where, streams, deadline.left_s(), peer)
-            self._connections = ConnectionPool(*where, peer)
-            self._streams = Streams(streams)
+            uri = f"{'tcp' if target.peer is None else 'tls'}://{target.place}"
+            self._framed = TcpTransport(replace(target, uri=uri, timeout_s=deadline.left_s()))
+            self._connections = ConnectionPool(uri, target.principal, target.incarnation, target.peer)
+            self._streams = Streams(target.streams)
             self._peers: OpenOnce[bytes, tuple[Peer, Region]] = OpenOnce("the transport", self._forget)
             self._on_disk: set[bytes] = set()
             self._closed = threading.Event()

@@ -16,6 +16,7 @@ from typing import Protocol
 from kvpool.core.errors import AuthenticationError, CapacityError, KvpoolError, OverloadedError, ProtocolError
 from kvpool.core.limits import DEADLINE_S_MAX
 from kvpool.core.principals import Principal, anyone
+from kvpool.ops.addresses import shown_host
 from kvpool.ops.authentication import Authenticator
 from kvpool.ops.logging import get_logger
 from kvpool.transport.wire.accepting import accept, meet, shown_peer, turn_away
@@ -164,7 +165,7 @@ class FramedServer:
         """
         sock = open_tcp(host, port, BACKLOG)
         self._listeners.append(sock)
-        shown = f"[{host}]" if ":" in host else host
+        shown = shown_host(host)
         scheme = "tcp" if self._authenticator is None else "tls"
         return f"{scheme}://{shown}:{sock.getsockname()[1]}"
 
