@@ -33,6 +33,7 @@ from kvpool.bench.workload import AgentSettings, Workload, agent_workload
 from kvpool.cli.bench_disk import DiskRows, disk_rows, disk_views
 from kvpool.cli.bench_gpu import gpu_views
 from kvpool.cli.bench_recovery import recovery_views
+from kvpool.cli.bench_trace import trace as replay_trace
 from kvpool.cli.bench_vllm import vllm_views
 from kvpool.cli.output import Format, FormatOption, emit, table, target
 from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
@@ -233,6 +234,9 @@ def gpu(
     second one, where there is one, and the first.
     """
     _show(gpus.measure_gpu(GpuSettings(rounds=rounds, delay_pairs=delay_pairs, between=between)), output)
+
+
+bench.command(name="trace")(replay_trace)
 
 
 @bench.command(name="all")
