@@ -57,8 +57,9 @@ unit property simulation integration redteam: setup
 soak: setup
 	SOAK_S=600 $(BIN)/pytest -q -s tests/crowds/test_soak.py
 
+# `kvpool bench compare BEFORE build/bench.jsonl` says what fell.
 bench: setup
-	$(BIN)/kvpool bench all
+	$(BIN)/kvpool bench all --save build/bench.jsonl
 
 # Where CUDA, torch, CuPy and what kvpool needs are installed already: nothing is set up. PYTHON says which.
 gpu:

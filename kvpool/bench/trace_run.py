@@ -90,7 +90,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     gb_s: float | None
 
 
-class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
+class TraceRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="trace"):
     """What a replay counted and measured.
 
     Attributes:
