@@ -8,9 +8,9 @@ import typer
 from rich.console import Group, RenderableType
 
 from kvpool.bench.demo import ENGINES_MAX, NODES_MAX
+from kvpool.bench.formats import read_workload
 from kvpool.bench.hitrate import DEFINITION
 from kvpool.bench.plot import require_matplotlib
-from kvpool.bench.trace import read_trace
 from kvpool.bench.trace_report import write_report
 from kvpool.bench.trace_run import Loop, TraceRow, TraceSettings, run_trace
 from kvpool.cli.output import Format, FormatOption, emit, table
@@ -21,7 +21,7 @@ _EXIT_FAILED = 1
 
 
 def trace(
-    path: Annotated[Path, typer.Argument(metavar="TRACE", help="Trace in Mooncake's JSONL format, plain or gzip.")],
+    path: Annotated[Path, typer.Argument(metavar="TRACE", help="As for kvpool simulate.")],
     *,
     capacity: Annotated[str, typer.Option(help="Room of the pool, part of the trace's unique blocks.")] = "10%",
     policy: Annotated[Literal["lru", "default"], typer.Option(help="Eviction policy of the pool.")] = "lru",
@@ -33,8 +33,9 @@ def trace(
     nodes: Annotated[int, typer.Option(min=1, max=NODES_MAX, help="Store nodes, one process each.")] = 2,
     block_bytes: Annotated[str, typer.Option(help="KV bytes of a block.")] = "16KiB",
     block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a block covers. [default: the trace's own]")
+        int | None, typer.Option(min=1, help="Tokens a block covers. [default: the trace's own; of text: 16]")
     ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A model's tokenizer.json, for sessions of text.")] = None,
     transports: Annotated[str, typer.Option(help="Transports to use, best first.")] = "shm,tcp",
     report: Annotated[
         Path | None, typer.Option(help="Write a page with plots to this HTML file (needs matplotlib).")
@@ -60,7 +61,7 @@ def trace(
     )
     if report is not None:
         require_matplotlib("--report")
-    workload = read_trace(path, block_tokens)
+    workload = read_workload(path, block_tokens, tokenizer)
     with progress("requests", len(workload.requests), shown=output is Format.TEXT) as on_request:
         run = run_trace(workload, settings, on_request)
     emit(run.row, output, _view(run.row))
