@@ -35,6 +35,9 @@ ORDERS_PER_MESSAGE = 1024
 GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
 """Grants of one reservation, so that they fit the frame of its answer with the topology."""
 
+NOBODYS = bytes(NAMESPACE_ID_BYTES)
+"""An id that no namespace has: no digest is made of zeros alone."""
+
 Answer = TypeVar("Answer")
 
 log = get_logger(__name__)
@@ -97,6 +100,17 @@ class MetaService:
         with self._lock:
             return self._directory.namespace(_checked_id(namespace_id))
 
+    def visible(self, namespace_id: bytes, tenant: str | None) -> bytes:
+        """The id, for a caller of ``tenant`` (None: of all); in place of another's, or of none's, one that nobody has.
+
+        What is asked about that is answered as for a namespace that is not open, by the same steps.
+        """
+        if tenant is None or len(namespace_id) != NAMESPACE_ID_BYTES:
+            return namespace_id
+        with self._lock:
+            owner = self._directory.tenant_of(namespace=namespace_id)
+        return namespace_id if owner == tenant else NOBODYS
+
     def match(self, namespace_id: bytes, hashes: bytes, first: int, lease_s: float) -> Match:
         """See `Directory.match`."""
         with self.requests:
@@ -104,9 +118,11 @@ class MetaService:
                 return Match(0, MissReason.RECOVERING)
             return self._directory.match(_checked_id(namespace_id), hashes, first, self._lease_s(lease_s))
 
-    def release(self, lease: int) -> bool:
-        """See `Directory.release`."""
+    def release(self, lease: int, tenant: str | None = None) -> bool:
+        """See `Directory.release`; a caller of ``tenant`` releases leases on its blocks alone."""
         with self._lock:
+            if tenant is not None and self._directory.tenant_of(lease=lease) != tenant:
+                return False
             return self._directory.release(lease)
 
     def locate(self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None) -> Location:
@@ -139,9 +155,13 @@ class MetaService:
                 raise CapacityError(f"grants of {size_bytes} bytes in one reservation; reserve fewer blocks at a time")
         return Reserved(result, grants)
 
-    def abort(self, reservation: int, hashes: list[bytes] | None, *, crowded: bool = False) -> int:
-        """See `Directory.abort`."""
+    def abort(
+        self, reservation: int, hashes: list[bytes] | None, *, crowded: bool = False, tenant: str | None = None
+    ) -> int:
+        """See `Directory.abort`; a caller of ``tenant`` gives up what it writes alone."""
         with self._lock:
+            if tenant is not None and self._directory.tenant_of(reservation=reservation) != tenant:
+                return 0
             blocks = self._directory.abort(reservation, hashes, crowded=crowded)
         self.mover.settled()
         return blocks

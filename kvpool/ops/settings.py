@@ -28,8 +28,10 @@ from kvpool.core.limits import (
     STREAMS_MAX,
 )
 from kvpool.ops.setting_kinds import (
+    AuditTo,
     Duration,
     HugePages,
+    Mapping,
     NodeId,
     Pace,
     PoolUri,
@@ -99,6 +101,10 @@ class ServerSettings(Section):
 
     http_listen: str = "127.0.0.1"
     """Address to serve health and metrics on, in plain HTTP."""
+
+    audit: AuditTo = "auto"
+    """Who changed what and who was refused: on (in the log), off, or a file; auto is on where callers are
+    authenticated."""
 
     @field_validator("http_listen")
     @classmethod
@@ -242,6 +248,9 @@ class NodeSettings(ServerSettings):
 
     unix_socket: SocketPath = Field(default_factory=_unix_socket)
     """Unix socket for clients on this host; by default in $XDG_RUNTIME_DIR/kvpool or /tmp/kvpool-UID."""
+
+    mapping: Mapping = "all"
+    """Whose clients may map this node's memory, or read it one-sided over ucx: all, off, or tenant:NAME alone."""
 
     ucx_plaintext: bool = False
     """With TLS: serve ucx beyond loopback all the same; what moves over it is neither encrypted nor authenticated."""

@@ -13,10 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvpool.core.errors import AuthenticationError, CapacityError, KvpoolError, OverloadedError, ProtocolError
+from kvpool.core.access import require_request
+from kvpool.core.errors import (
+    AuthenticationError,
+    CapacityError,
+    ForbiddenError,
+    KvpoolError,
+    OverloadedError,
+    ProtocolError,
+)
 from kvpool.core.limits import DEADLINE_S_MAX
 from kvpool.core.principals import Principal, anyone
 from kvpool.ops.addresses import shown_host
+from kvpool.ops.audit import Audit
 from kvpool.ops.authentication import Authenticator
 from kvpool.ops.logging import get_logger
 from kvpool.transport.wire.accepting import accept, meet, shown_peer, turn_away
@@ -130,6 +139,7 @@ class FramedServer:
             whether it came over a Unix socket.
         connections_max: Further connections are refused and counted.
         authenticator: Who may come over TCP, with TLS; None: anybody, in plaintext.
+        audit: Where refusals are told.
     """
 
     def __init__(
@@ -138,7 +148,9 @@ class FramedServer:
         open_session: Callable[[int, bool], Session],
         connections_max: int,
         authenticator: Authenticator | None = None,
+        audit: Audit | None = None,
     ) -> None:
+        self._audit = audit or Audit()
         self._identity = identity
         self._open_session = open_session
         self._connections_max = connections_max
@@ -270,7 +282,16 @@ class FramedServer:
         with self._lock:
             self.refused_callers += 1
         log.warning("caller_refused", server=self._identity.name, peer=shown_peer(framed), reason=str(error))
+        self._audit.refused(shown_peer(framed), "connection", error)
         turn_away(framed)
+
+    def _forbid(self, principal: Principal, request: Message, error: ForbiddenError) -> None:
+        """Count and tell that a caller asked for what it may not have; its connection goes on."""
+        with self._lock:
+            self.refused_callers += 1
+        what = type(request).__name__
+        log.warning("request_refused", server=self._identity.name, by=principal.name, what=what, reason=str(error))
+        self._audit.refused(principal, what, error)
 
     def _refuse(self, number: int, framed: FramedSocket) -> None:
         """Answer the greeting with why there is no more: a peer can tell a full server from a dead one."""
@@ -312,7 +333,7 @@ class FramedServer:
     def _serve_one(self, framed: FramedSocket, session: Session) -> None:
         header = framed.poll_header()
         if header is None:
-            if self._authenticator is not None and not framed.greeted:
+            if self._authenticator is not None and framed.caller is None:
                 raise AuthenticationError(f"it did not say who it is in {STALL_S:g} s")
             return  # idle: a peer may take as long as it likes to begin a frame
         self._count_busy(1)
@@ -332,7 +353,7 @@ class FramedServer:
     def _exchange(self, framed: FramedSocket, header: Header, session: Session) -> None:
         payload = Payload(framed, header.payload_bytes, header.deadline_ms)
         try:
-            if not framed.greeted and header.body_bytes > HELLO_BYTES_MAX:
+            if framed.caller is None and header.body_bytes > HELLO_BYTES_MAX:
                 raise ProtocolError(f"a first frame of {header.body_bytes} bytes; a connection begins with Hello")
             reply = self._answer(framed.receive_body(header), payload, framed, session)
         except (ProtocolError, AuthenticationError) as error:
@@ -359,15 +380,20 @@ class FramedServer:
     def _answer(self, request: Message, payload: Payload, framed: FramedSocket, session: Session) -> Reply:
         if isinstance(request, Hello):
             self._check_version(request)
-            session.greet(self._caller(request, framed))
-            framed.greeted = True
+            caller = self._caller(request, framed)
+            session.greet(caller)
+            framed.caller = caller
             return Reply(Welcome(PROTOCOL_VERSION, self._identity.name, self._identity.incarnation))
-        if not framed.greeted:
+        if framed.caller is None:
             raise ProtocolError(f"{type(request).__name__} before Hello: a connection begins with that")
         try:
+            require_request(framed.caller, type(request).__name__)
             return session.handle(request, payload)
         except ProtocolError:
             raise
+        except ForbiddenError as error:
+            self._forbid(framed.caller, request, error)
+            return Reply(_error_reply(error))
         except KvpoolError as error:
             return Reply(_error_reply(error))
 
