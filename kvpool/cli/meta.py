@@ -21,6 +21,7 @@ from kvpool.ops.version import __version__
     "meta.unix_socket",
     "meta.token_port",
     "meta.insecure",
+    "meta.audit",
     "meta.lease_max_s",
     "meta.lease_cap",
     "meta.reservation_ttl_s",

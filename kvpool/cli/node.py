@@ -32,6 +32,8 @@ from kvpool.ops.version import __version__
     "node.unix_socket",
     "node.ucx",
     "node.ucx_plaintext",
+    "node.mapping",
+    "node.audit",
     "node.insecure",
     "node.connections_max",
     "node.keep_segment",

@@ -109,7 +109,8 @@ class MetaSession:
 
     def _locate(self, request: LocateRequest) -> Message:
         shard = None if request.shard == ALL_SHARDS else request.shard
-        location = self._service.locate(self._visible(request.namespace), request.hashes, request.first, shard)
+        namespace = self._visible(request.namespace)
+        location = self._service.locate(namespace, request.hashes, request.first, shard)
         self._uses.located(self._principal, request.namespace, location.blocks)
         failpoint("meta.locate.before_answer")
         return LocateReply(
@@ -122,6 +123,7 @@ class MetaSession:
             generations=location.generation.tobytes(),
             checksums=location.checksum.tobytes(),
             topology=self._service.topology(request.topology),
+            grants=self._service.reads.since(namespace, request.grants) if location.blocks else None,
         )
 
     def _reserve(self, request: ReserveRequest) -> Message:

@@ -66,6 +66,7 @@ class MetaServer:
             )
         self._audit = open_audit(settings.audit, authenticated=self._authenticator is not None)
         self.service = MetaService(settings, time.monotonic, os.urandom, self._recovered)
+        self.service.reads.is_on = self._authenticator is not None
         self.grpc_address = ""
         self.token_address = ""
         self.framed_address = ""

@@ -22,6 +22,7 @@ from kvpool.meta.directory_config import directory_config
 from kvpool.meta.granting import Granting
 from kvpool.meta.losing import Losses
 from kvpool.meta.moving import Mover
+from kvpool.meta.read_granting import ReadGranting
 from kvpool.meta.results import MetaStatus, RecoveryStatus, Reserved
 from kvpool.meta.topology import TopologyView
 from kvpool.ops.admission import Admission
@@ -53,6 +54,7 @@ class MetaService:
         on_recovered: Called once, when the directory is rebuilt; must not call back.
 
     Attributes:
+        reads: Read grants.
         requests: Who is let in to ask for something new; what ends something begun always is.
         work: Set when `tick` has something to do that should not wait.
         mover: Copies blocks between nodes, and drains nodes.
@@ -77,8 +79,9 @@ class MetaService:
         )
         self._on_recovered = on_recovered
         self._members = Members(clock, random_bytes, settings.node_ttl_s)
-        self._granting = Granting(self._directory, self._members, self.incarnation)
         self._lock = threading.Lock()
+        self.reads = ReadGranting(self._members, self.incarnation, clock, self._lock)
+        self._granting = Granting(self._directory, self._members, self.incarnation, self.reads)
         self.requests = Admission("look-ups and reservations", settings.requests_max, self._lock)
         self._orders_changed = threading.Condition(self._lock)
         self._topology = TopologyView(self._members)

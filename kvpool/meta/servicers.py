@@ -87,6 +87,7 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
         namespace = _visible(self._service, request.namespace, context)
         location = self._service.locate(namespace, request.hashes, request.first, shard)
         self._uses.located(principal_of(context), request.namespace, location.blocks)
+        grants = self._service.reads.since(namespace, 0) if location.blocks else None
         return directory_pb2.LocateResponse(
             blocks=location.blocks,
             reason=location.reason or "",
@@ -96,6 +97,10 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
             slot=location.slot.tolist(),
             generation=location.generation.tolist(),
             checksum=location.checksum.tolist(),
+            grants=[
+                directory_pb2.NodeGrant(incarnation=node.incarnation, grant=node.grant)
+                for node in (grants.nodes if grants is not None else ())
+            ],
         )
 
     def Reserve(

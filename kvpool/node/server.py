@@ -19,6 +19,7 @@ from kvpool.node.copier import Copier, copy_schemes
 from kvpool.node.disk import DiskFiles, DiskStore
 from kvpool.node.fetching import FetchingStore
 from kvpool.node.files import SegmentFiles
+from kvpool.node.guarding import Guard
 from kvpool.node.headers import HeaderFile
 from kvpool.node.link import MetaLink
 from kvpool.node.meter import NodeMeter
@@ -31,6 +32,7 @@ from kvpool.node.servicer import StoreNodeServicer
 from kvpool.node.serving import DataSession
 from kvpool.node.store import NodeStore
 from kvpool.ops.addresses import at_host
+from kvpool.ops.audit import Audit, open_audit
 from kvpool.ops.authentication import open_authenticator, security_of
 from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.http import HttpServer, role_pages
@@ -91,6 +93,7 @@ class NodeServer:
         self._started = False
         self._scrubbers: list[Scrubber] = []
         self._meter = NodeMeter()
+        self._audit: Audit
         self._framed: FramedServer
         self._grpc: GrpcServer
         self._control: Control
@@ -170,12 +173,16 @@ class NodeServer:
 
     def _listen(self, undo: ExitStack) -> None:
         settings = self.settings
+        audit = self._audit = open_audit(settings.audit, authenticated=self._authenticator is not None)
+        undo.callback(audit.close)
+        guard = Guard(self.store, needs_grants=self._authenticator is not None, mapping=settings.mapping)
         ucx = self._serve_ucx(undo) if settings.ucx else None
         self._framed = FramedServer(
             Identity(settings.node_id, self._incarnation),
-            lambda number, local: DataSession(self.store, number, local, ucx, self._meter),
+            lambda number, local: DataSession(self.store, number, local, ucx, self._meter, guard),
             settings.connections_max,
             self._authenticator,
+            audit,
         )
         undo.callback(self._framed.stop)
         tcp_uri = self._framed.listen_tcp(settings.listen, settings.data_port)
@@ -198,7 +205,7 @@ class NodeServer:
 
     def _join(self, undo: ExitStack) -> None:
         settings = self.settings
-        server = self._grpc = GrpcServer(SERVICES, self._register, authenticator=self._authenticator)
+        server = self._grpc = GrpcServer(SERVICES, self._register, authenticator=self._authenticator, audit=self._audit)
         undo.callback(lambda: server.stop(STOP_GRACE_S))  # first: one that starts and is not stopped hangs at exit
         self.grpc_address = server.start(settings.listen, settings.grpc_port)
         self._endpoints.append(at_host(f"grpc://{self.grpc_address}", settings.advertise_host))

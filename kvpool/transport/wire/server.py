@@ -387,7 +387,8 @@ class FramedServer:
         if framed.caller is None:
             raise ProtocolError(f"{type(request).__name__} before Hello: a connection begins with that")
         try:
-            require_request(framed.caller, type(request).__name__)
+            if request.kind % 2 == 0:  # what answers is no request: the session says so and closes
+                require_request(framed.caller, type(request).__name__)
             return session.handle(request, payload)
         except ProtocolError:
             raise
