@@ -62,7 +62,7 @@ def node(settings: Settings, output: Format) -> None:
             "data": f"{'tls' if server.security == Security.TLS else 'tcp'}://{server.data_address}",
             "unix": str(server.unix_path),
             "grpc": f"grpc://{server.grpc_address}",
-            "http": f"http://{server.http_address}",
+            "http": server.http_uri,
             "capacity_bytes": settings.node.capacity_bytes,
         }
         name, size = settings.node.node_id, format_size(settings.node.capacity_bytes)

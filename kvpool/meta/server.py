@@ -17,7 +17,7 @@ from kvpool.meta.servicers import AdminServicer, DirectoryServicer
 from kvpool.meta.using import Uses
 from kvpool.ops.addresses import at_host
 from kvpool.ops.audit import open_audit
-from kvpool.ops.authentication import open_authenticator, security_of
+from kvpool.ops.authentication import open_authenticator, pages_guard, security_of
 from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.http import HttpServer, role_pages
 from kvpool.ops.logging import get_logger
@@ -80,7 +80,8 @@ class MetaServer:
             self._audit,
         )
         metrics = MetaMetrics(self.service, times, self._refusals, lambda: self._framed.connections, self._unready)
-        self._http = HttpServer(role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready))
+        pages = role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready)
+        self._http = HttpServer(pages, pages_guard(self._authenticator, settings))
         self._membership = MembershipServicer(self.service)
         self._grpc: GrpcServer | None = None
         self._stopping = threading.Event()
@@ -91,6 +92,11 @@ class MetaServer:
     def uri(self) -> str:
         """Where the pool is reached."""
         return f"grpc://{self.grpc_address}"
+
+    @property
+    def http_uri(self) -> str:
+        """Where health and metrics are, once started."""
+        return f"{self._http.scheme}://{self.http_address}"
 
     def start(self) -> None:
         """Listen and serve.

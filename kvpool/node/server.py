@@ -33,7 +33,7 @@ from kvpool.node.serving import DataSession
 from kvpool.node.store import NodeStore
 from kvpool.ops.addresses import at_host
 from kvpool.ops.audit import Audit, open_audit
-from kvpool.ops.authentication import open_authenticator, security_of
+from kvpool.ops.authentication import open_authenticator, pages_guard, security_of
 from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.http import HttpServer, role_pages
 from kvpool.ops.logging import get_logger
@@ -66,7 +66,7 @@ class NodeServer:
         security: How it is guarded.
         data_address: ``host:port`` of the data plane, once started.
         grpc_address: ``host:port`` of gRPC, once started.
-        http_address: ``host:port`` of health and metrics, once started.
+        http_address: ``host:port`` of health and metrics, once started; ``http_uri`` with the scheme.
         unix_path: The Unix socket.
         capacity_bytes: Size of the segment.
         store: The blocks, once started; for tests and embedding.
@@ -84,6 +84,7 @@ class NodeServer:
         self.data_address = ""
         self.grpc_address = ""
         self.http_address = ""
+        self.http_uri = ""
         self.unix_path: Path = settings.unix_socket
         self.capacity_bytes = settings.capacity_bytes
         self.store: NodeStore
@@ -249,8 +250,10 @@ class NodeServer:
             control.ready.is_set,
             self._unready,
         )
-        http = HttpServer(role_pages(new_registry(NODE, metrics.fill), control.is_alive, self._unready))
+        pages = role_pages(new_registry(NODE, metrics.fill), control.is_alive, self._unready)
+        http = HttpServer(pages, pages_guard(self._authenticator, self.settings))
         self.http_address = http.start(self.settings.http_listen, self.settings.http_port_used)
+        self.http_uri = f"{http.scheme}://{self.http_address}"
         undo.callback(http.stop)
 
     def _unready(self) -> str:

@@ -11,12 +11,10 @@ from kvpool.core.access import OPEN_METHODS, require_method
 from kvpool.core.errors import AuthenticationError, ForbiddenError
 from kvpool.core.principals import Principal, anyone
 from kvpool.ops.audit import Audit
-from kvpool.ops.authentication import Authenticator
+from kvpool.ops.authentication import Authenticator, bearer_token
 from kvpool.ops.logging import get_logger
 
 log = get_logger(__name__)
-
-_BEARER = "Bearer "
 
 NOBODY = Principal("nobody", frozenset(), None)
 
@@ -89,5 +87,4 @@ class Authenticated(grpc.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _token(context: grpc.ServicerContext) -> str:
-    values = [str(value) for key, value in context.invocation_metadata() if key == "authorization"]
-    return values[0].removeprefix(_BEARER) if len(values) == 1 and values[0].startswith(_BEARER) else ""
+    return bearer_token([str(value) for key, value in context.invocation_metadata() if key == "authorization"])

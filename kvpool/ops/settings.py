@@ -100,7 +100,7 @@ class ServerSettings(Section):
     """Host that others dial; by default the address listened on."""
 
     http_listen: str = "127.0.0.1"
-    """Address to serve health and metrics on, in plain HTTP."""
+    """Address to serve health and metrics on: in plain HTTP on loopback, beyond it with TLS, metrics for operators."""
 
     audit: AuditTo = "auto"
     """Who changed what and who was refused: on (in the log), off, or a file; auto is on where callers are
@@ -109,8 +109,8 @@ class ServerSettings(Section):
     @field_validator("http_listen")
     @classmethod
     def _pages_for_this_host_alone(cls, host: str, info: ValidationInfo) -> str:
-        if not (is_loopback(host) or info.data.get("insecure")):
-            raise ValueError("health and metrics are plain HTTP for anybody: beyond loopback they need --insecure")
+        if not (is_loopback(host) or info.data.get("insecure") or _has_tls(info)):
+            raise ValueError(f"health and metrics for anybody: beyond loopback they need {TLS_OR_INSECURE}")
         return host
 
     @field_validator("listen")
