@@ -32,6 +32,7 @@ from kvpool.bench.vllm_rows import MOONCAKE, PATHS
 from kvpool.bench.workload import AgentSettings, Workload, agent_workload
 from kvpool.cli.bench_disk import DiskRows, disk_rows, disk_views
 from kvpool.cli.bench_gpu import gpu_views
+from kvpool.cli.bench_probe import probe
 from kvpool.cli.bench_recovery import recovery_views
 from kvpool.cli.bench_vllm import vllm_views
 from kvpool.cli.output import Format, FormatOption, emit, table, target
@@ -60,6 +61,7 @@ MEMORY_BLOCKS = 1_000_000
 RECOVERY_BLOCKS = 1_000_000
 
 bench = typer.Typer()
+bench.command()(probe)
 
 
 @bench.callback()

@@ -53,12 +53,12 @@ class Pulling:
         store: Where to.
         process: The node's UCX process.
         owner: The connection's number.
-        guard: What is asked of readers.
+        guard: What is asked of readers; by default nothing.
     """
 
-    def __init__(self, store: NodeStore, process: UcxProcess, owner: int, guard: Guard) -> None:
+    def __init__(self, store: NodeStore, process: UcxProcess, owner: int, guard: Guard | None = None) -> None:
         self._store = store
-        self._guard = guard
+        self._guard = guard or Guard(store, needs_grants=False)
         self._process = process
         self._owner = owner
         self._writer: tuple[Region, Peer] | None = None
