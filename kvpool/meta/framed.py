@@ -33,7 +33,8 @@ from kvpool.transport.wire.messages import (
     Statuses,
     unpack,
 )
-from kvpool.transport.wire.server import Payload, Reply
+from kvpool.transport.wire.payload import Payload
+from kvpool.transport.wire.server import Reply
 
 REQUESTS: dict[type[Message], str] = {
     MatchRequest: "match",

@@ -22,7 +22,8 @@ from kvpool.transport.deadline import Deadline
 from kvpool.transport.ucx.messages import AGENT_BYTES_MAX, OfferRequest, PullRequest, Region, RegisterRequest
 from kvpool.transport.ucx.process import Peer, Transfer, UcxProcess
 from kvpool.transport.wire.messages import NOT_MAPPED, Done, Message, unpack
-from kvpool.transport.wire.server import Payload, Reply
+from kvpool.transport.wire.payload import Payload
+from kvpool.transport.wire.server import Reply
 
 START_TIMEOUT_S = 15.0
 

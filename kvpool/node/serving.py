@@ -42,7 +42,8 @@ from kvpool.transport.wire.messages import (
     WriteRequest,
     unpack,
 )
-from kvpool.transport.wire.server import Payload, Reply
+from kvpool.transport.wire.payload import Payload
+from kvpool.transport.wire.server import Reply
 
 
 class DataSession:

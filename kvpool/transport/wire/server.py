@@ -33,6 +33,7 @@ from kvpool.transport.wire.frame import Header
 from kvpool.transport.wire.framed import Buffers, FramedSocket
 from kvpool.transport.wire.listening import open_tcp, open_unix
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, ErrorReply, Hello, Message, Welcome
+from kvpool.transport.wire.payload import Payload
 
 STALL_S = 30.0
 """How long a peer may stop in the middle of a frame, or leave a reply unread, before its connection is closed."""
@@ -80,46 +81,11 @@ class Session(Protocol):
     def greet(self, principal: Principal) -> None:
         """The peer says who it is."""
 
-    def handle(self, request: Message, payload: "Payload") -> Reply:
+    def handle(self, request: Message, payload: Payload) -> Reply:
         """Answer a request; a KvpoolError becomes an ErrorReply and the connection goes on."""
 
     def closed(self) -> None:
         """The connection is gone; release what it owned."""
-
-
-class Payload:
-    """The payload of the request at hand, to be received at most once, and dropped if the session does not.
-
-    Attributes:
-        size_bytes: Its length.
-        timeout_s: Time that the peer gives the request; `STALL_S` when it does not say.
-    """
-
-    def __init__(self, framed: FramedSocket, size_bytes: int, deadline_ms: int = 0) -> None:
-        self.size_bytes = size_bytes
-        self.timeout_s = min(deadline_ms / 1000, DEADLINE_S_MAX) or STALL_S
-        self._framed = framed
-        self._left = size_bytes
-
-    def receive_into(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes of the payload."""
-        if len(view) > self._left:
-            raise ProtocolError(f"payload has {self._left} bytes left, not {len(view)}")
-        self._left -= len(view)
-        self._framed.receive_into(view)
-
-    def skip(self, size_bytes: int) -> None:
-        """Read and drop the next ``size_bytes``."""
-        self._left -= size_bytes
-        self._framed.drain(size_bytes)
-
-    def is_wanted(self) -> bool:
-        """Whether the peer is still there to be answered."""
-        return not self._framed.hung_up()
-
-    def drop(self) -> None:
-        """Read what the session left over, so that the next frame can be read."""
-        self.skip(self._left)
 
 
 @dataclass(frozen=True, slots=True)
