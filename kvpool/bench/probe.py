@@ -24,6 +24,7 @@ from kvpool.transport.wire.connection import Connection
 from kvpool.transport.wire.messages import MatchReply, MatchRequest
 
 BLOCKS = 64
+DAYS = 30
 _NODE_BYTES = 4 * BLOCKS * PAGE_BYTES
 _TIMEOUT_S = 20.0
 _NAMESPACE = kvpool.Namespace(model="kvpool-probe", block_tokens=16, block_bytes=PAGE_BYTES)
@@ -52,7 +53,7 @@ def measure_probe(samples: int) -> Iterator[ProbeRow]:
             theirs, chain = victim.namespace(_NAMESPACE), os.urandom(BLOCKS * HASH_BYTES)
             if theirs.store(chain, np.ones((BLOCKS, PAGE_BYTES), np.uint8)).stored != BLOCKS:
                 raise KvpoolError("the probed blocks were not stored")
-            Authority(pool.tls.dir, 1).issue("rival", client_identity("rival", "probe"), renew=True)
+            Authority(pool.tls.dir, DAYS).issue("rival", client_identity("rival", "probe"), renew=True)
             pair = pool.tls.dir / "rival.pem", pool.tls.dir / "rival-key.pem"
             tls = kvpool.TlsSettings(ca=pool.tls.dir / "ca.pem", cert=pair[0], key=pair[1])
             with kvpool.connect(pool.uri, transports=["tcp"], timeout_s=_TIMEOUT_S, tls=tls) as rival:
