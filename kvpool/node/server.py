@@ -95,6 +95,7 @@ class NodeServer:
         self._scrubbers: list[Scrubber] = []
         self._meter = NodeMeter()
         self._audit: Audit
+        self._guard: Guard
         self._framed: FramedServer
         self._grpc: GrpcServer
         self._control: Control
@@ -176,7 +177,7 @@ class NodeServer:
         settings = self.settings
         audit = self._audit = open_audit(settings.audit, authenticated=self._authenticator is not None)
         undo.callback(audit.close)
-        guard = Guard(self.store, needs_grants=self._authenticator is not None, mapping=settings.mapping)
+        guard = self._guard = Guard(self.store, needs_grants=self._authenticator is not None, mapping=settings.mapping)
         ucx = self._serve_ucx(undo) if settings.ucx else None
         self._framed = FramedServer(
             Identity(settings.node_id, self._incarnation),
@@ -280,6 +281,7 @@ class NodeServer:
         return {
             "refused_connections": self._framed.refused_connections,
             "refused_calls": self._grpc.calls.refused,
+            "refused_reads": self._guard.refused,
             "refused_callers": self._framed.refused_callers + self._grpc.refused_callers,
         }
 
