@@ -34,6 +34,7 @@ from kvpool.cli.bench_compare import compare
 from kvpool.cli.bench_disk import DiskRows, disk_rows, disk_views
 from kvpool.cli.bench_gpu import gpu_views
 from kvpool.cli.bench_index import index_views
+from kvpool.cli.bench_probe import probe
 from kvpool.cli.bench_recovery import recovery_views
 from kvpool.cli.bench_trace import trace as replay_trace
 from kvpool.cli.bench_vllm import vllm_views
@@ -63,6 +64,7 @@ MEMORY_BLOCKS = 1_000_000
 RECOVERY_BLOCKS = 1_000_000
 
 bench = typer.Typer()
+bench.command()(probe)
 
 
 @bench.callback()

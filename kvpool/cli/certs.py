@@ -9,11 +9,11 @@ import typer
 from kvpool.cli.output import Format, FormatOption, emit, table
 from kvpool.core.errors import UsageError
 from kvpool.core.identities import META, client_identity, node_identity, operator_identity
+from kvpool.core.namespace import DEFAULT_TENANT
 from kvpool.core.principals import Role
 from kvpool.ops.issuing import Authority, write_file
 from kvpool.ops.tokens import new_token, token_digest
 
-DEFAULT_TENANT = "default"
 TOKENS_FILE = "tokens"
 
 _NODE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")

@@ -21,6 +21,7 @@ from kvpool.ops.version import __version__
     "meta.unix_socket",
     "meta.token_port",
     "meta.insecure",
+    "meta.audit",
     "meta.lease_max_s",
     "meta.lease_cap",
     "meta.reservation_ttl_s",
@@ -55,7 +56,7 @@ def meta(settings: Settings, output: Format) -> None:
             places["for_tokens"] = f"grpc://{server.token_address}"
         if settings.meta.unix_socket is not None:
             places["unix"] = str(settings.meta.unix_socket)
-        places["http"] = f"http://{server.http_address}"
+        places["http"] = server.http_uri
         ready = {"event": "ready", "role": "meta", "pid": os.getpid(), "security": server.security, **places}
         emit(ready, output, f"kvpool meta {__version__} ready ({server.security}): {', '.join(places.values())}")
 

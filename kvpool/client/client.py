@@ -71,12 +71,16 @@ class Client:
     def namespace(self, namespace: Namespace, timeout_s: float | None = None) -> Keyspace:
         """Open ``namespace`` in the pool.
 
+        Where callers are authenticated, a namespace that names no tenant is the caller's own tenant's, as the
+        keyspace's ``namespace`` then says.
+
         Raises:
+            ForbiddenError: It names another tenant than the caller's.
             UnavailableError: The pool cannot be reached.
             CapacityError: The pool has too many namespaces open.
             ClosedError: The client is closed.
         """
-        keyspace = Keyspace(self, namespace)
+        keyspace = Keyspace(self, self._meta.owned(namespace))
         keyspace._open(self._deadline(timeout_s))
         return keyspace
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 import grpc
+import msgspec
 
 from kvpool.client.breaker import Breaker
 from kvpool.client.retries import RetryBudget
@@ -20,6 +21,7 @@ from kvpool.core.errors import (
     UnavailableError,
 )
 from kvpool.core.identities import META
+from kvpool.core.namespace import DEFAULT_TENANT, Namespace
 from kvpool.ops.addresses import split_address
 from kvpool.ops.channels import Channels
 from kvpool.ops.credentials import Credentials
@@ -72,6 +74,8 @@ class MetaClient:
         self._breaker = Breaker(time.monotonic, pause_s=PAUSE_S)
         self._pools: OpenOnce[str, ConnectionPool] = OpenOnce("the client", ConnectionPool.close)
         self.topology = Topology(0, [])
+        self.tenant = ""
+        """Whose blocks this caller may know of, as the service says; empty: it tells nobody from anybody."""
 
     @property
     def _directory(self) -> directory_pb2_grpc.DirectoryStub:
@@ -85,6 +89,12 @@ class MetaClient:
         """Make a namespace known to the service; raises InvalidNamespaceError, UnavailableError."""
         request = directory_pb2.OpenNamespaceRequest(document=document)
         return self._ask(self._directory.OpenNamespace, request, deadline).namespace
+
+    def owned(self, namespace: Namespace) -> Namespace:
+        """The namespace, with the caller's own tenant where it names none."""
+        if not self.tenant or namespace.tenant != DEFAULT_TENANT:
+            return namespace
+        return msgspec.structs.replace(namespace, tenant=self.tenant)
 
     def status(self, deadline: Deadline) -> admin_pb2.GetStatusResponse:
         """What the service says of the pool; raises UnavailableError."""
@@ -174,7 +184,7 @@ class MetaClient:
     def _find(self, deadline: Deadline) -> ConnectionPool:
         answer = self._pool(deadline)
         pool = first_reachable(answer.framed, self._principal, answer.incarnation, deadline, self._peer)
-        self.topology = _topology(answer.topology)
+        self.topology, self.tenant = _topology(answer.topology), answer.tenant
         self.reconnects += 1
         return pool
 

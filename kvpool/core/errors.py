@@ -7,11 +7,13 @@ KvpoolError
 │   ├── InvalidNamespaceError   a document that cannot name a namespace
 │   ├── NamespaceMismatchError  a block size, shard or chain that is not the namespace's
 │   ├── ClosedError             use after close()
+│   ├── ForbiddenError          the caller is known, and may not do that
 │   └── SettingsError           a setting that cannot be: names the key, the value and the fix
 ├── UnavailableError        the pool cannot be reached now; retrying may help
 │   ├── AuthenticationError     somebody does not prove who it is, or is not who it should be
 │   ├── DeadlineError           the call's deadline ran out
-│   └── OverloadedError         the peer is there, and has too much to do: try later
+│   ├── OverloadedError         the peer is there, and has too much to do: try later
+│   └── StaleGrantError         a read grant that has run out, or is of an older session: locate again
 ├── ProtocolError           the peer sent what the wire contract does not allow; the connection is closed
 ├── UnknownNamespaceError   the service does not know the namespace (it restarted): open it again
 └── CapacityError           memory that cannot be had: segment too large, limits reached
@@ -22,6 +24,7 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "DeadlineError",
+    "ForbiddenError",
     "InvalidBufferError",
     "InvalidHashError",
     "InvalidNamespaceError",
@@ -30,6 +33,7 @@ __all__ = [
     "OverloadedError",
     "ProtocolError",
     "SettingsError",
+    "StaleGrantError",
     "UnavailableError",
     "UnknownNamespaceError",
     "UsageError",
@@ -64,6 +68,10 @@ class ClosedError(UsageError):
     """The client, node or service was closed before the call."""
 
 
+class ForbiddenError(UsageError):
+    """The caller's role, or its tenant, may not do what it asked for; another certificate or token may."""
+
+
 class SettingsError(UsageError):
     """A setting that cannot be used; raised before anything starts."""
 
@@ -82,6 +90,10 @@ class DeadlineError(UnavailableError):
 
 class OverloadedError(UnavailableError):
     """The peer refuses calls beyond its limit; it did nothing, and may do it later."""
+
+
+class StaleGrantError(UnavailableError):
+    """A read grant that opens nothing any more: the client locates the blocks again; its caller sees a miss at most."""
 
 
 class ProtocolError(KvpoolError):

@@ -14,8 +14,10 @@ from kvpool.meta.membership import MembershipServicer
 from kvpool.meta.metrics import MetaMetrics
 from kvpool.meta.service import MetaService
 from kvpool.meta.servicers import AdminServicer, DirectoryServicer
+from kvpool.meta.using import Uses
 from kvpool.ops.addresses import at_host
-from kvpool.ops.authentication import open_authenticator, security_of
+from kvpool.ops.audit import open_audit
+from kvpool.ops.authentication import open_authenticator, pages_guard, security_of
 from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.http import HttpServer, role_pages
 from kvpool.ops.logging import get_logger
@@ -62,20 +64,24 @@ class MetaServer:
             raise SettingsError(
                 "tokens are for a port of their own: name both tls.tokens and meta.token_port, or neither"
             )
+        self._audit = open_audit(settings.audit, authenticated=self._authenticator is not None)
         self.service = MetaService(settings, time.monotonic, os.urandom, self._recovered)
+        self.service.reads.is_on = self._authenticator is not None
         self.grpc_address = ""
         self.token_address = ""
         self.framed_address = ""
         self.http_address = ""
-        times = latencies(REQUESTS.values())
+        times, uses = latencies(REQUESTS.values()), Uses(self.service, self._audit)
         self._framed = FramedServer(
             Identity("meta", self.service.incarnation),
-            lambda _number, _local: MetaSession(self.service, times),
+            lambda _number, _local: MetaSession(self.service, times, uses),
             settings.connections_max,
             self._authenticator,
+            self._audit,
         )
         metrics = MetaMetrics(self.service, times, self._refusals, lambda: self._framed.connections, self._unready)
-        self._http = HttpServer(role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready))
+        pages = role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready)
+        self._http = HttpServer(pages, pages_guard(self._authenticator, settings))
         self._membership = MembershipServicer(self.service)
         self._grpc: GrpcServer | None = None
         self._stopping = threading.Event()
@@ -86,6 +92,11 @@ class MetaServer:
     def uri(self) -> str:
         """Where the pool is reached."""
         return f"grpc://{self.grpc_address}"
+
+    @property
+    def http_uri(self) -> str:
+        """Where health and metrics are, once started."""
+        return f"{self._http.scheme}://{self.http_address}"
 
     def start(self) -> None:
         """Listen and serve.
@@ -107,6 +118,7 @@ class MetaServer:
                 streams_max=settings.nodes_max,
                 reflection_on=settings.reflection,
                 authenticator=self._authenticator,
+                audit=self._audit,
             )
             if settings.token_port is not None:
                 self.token_address = self._grpc.listen_for_tokens(settings.listen, settings.token_port)
@@ -132,13 +144,16 @@ class MetaServer:
         self._framed.stop()
         if self._ticker.ident is not None:
             self._ticker.join()
+        self._audit.close()
         log.info("meta_stopped")
 
     def _register(self, server: grpc.Server, framed: list[str]) -> None:
-        directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryServicer(self.service, framed, __version__), server)
+        directory_pb2_grpc.add_DirectoryServicer_to_server(
+            DirectoryServicer(self.service, framed, __version__, self._audit), server
+        )
         membership_pb2_grpc.add_MembershipServicer_to_server(self._membership, server)
         admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminServicer(self.service, __version__, self._refusals, self.security), server
+            AdminServicer(self.service, __version__, self._refusals, self.security, self._audit), server
         )
 
     def _refusals(self) -> dict[str, int]:
@@ -178,5 +193,6 @@ class MetaServer:
                 self.service.resumed()
             try:
                 self.service.tick()
+                self._audit.flush(due=True)
             except MemoryError:  # the next one may find some: without ticks nothing would ever expire
                 log.warning("out_of_memory", what="tick")

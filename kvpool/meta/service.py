@@ -22,6 +22,7 @@ from kvpool.meta.directory_config import directory_config
 from kvpool.meta.granting import Granting
 from kvpool.meta.losing import Losses
 from kvpool.meta.moving import Mover
+from kvpool.meta.read_granting import ReadGranting
 from kvpool.meta.results import MetaStatus, RecoveryStatus, Reserved
 from kvpool.meta.topology import TopologyView
 from kvpool.ops.admission import Admission
@@ -34,6 +35,9 @@ from kvpool.v1 import common_pb2, membership_pb2
 ORDERS_PER_MESSAGE = 1024
 GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
 """Grants of one reservation, so that they fit the frame of its answer with the topology."""
+
+NOBODYS = bytes(NAMESPACE_ID_BYTES)
+"""An id that no namespace has: no digest is made of zeros alone."""
 
 Answer = TypeVar("Answer")
 
@@ -50,6 +54,7 @@ class MetaService:
         on_recovered: Called once, when the directory is rebuilt; must not call back.
 
     Attributes:
+        reads: Read grants.
         requests: Who is let in to ask for something new; what ends something begun always is.
         work: Set when `tick` has something to do that should not wait.
         mover: Copies blocks between nodes, and drains nodes.
@@ -74,8 +79,9 @@ class MetaService:
         )
         self._on_recovered = on_recovered
         self._members = Members(clock, random_bytes, settings.node_ttl_s)
-        self._granting = Granting(self._directory, self._members, self.incarnation)
         self._lock = threading.Lock()
+        self.reads = ReadGranting(self._members, self.incarnation, clock, self._lock)
+        self._granting = Granting(self._directory, self._members, self.incarnation, self.reads)
         self.requests = Admission("look-ups and reservations", settings.requests_max, self._lock)
         self._orders_changed = threading.Condition(self._lock)
         self._topology = TopologyView(self._members)
@@ -97,6 +103,17 @@ class MetaService:
         with self._lock:
             return self._directory.namespace(_checked_id(namespace_id))
 
+    def visible(self, namespace_id: bytes, tenant: str | None) -> bytes:
+        """The id, for a caller of ``tenant`` (None: of all); in place of another's, or of none's, one that nobody has.
+
+        What is asked about that is answered as for a namespace that is not open, by the same steps.
+        """
+        if tenant is None or len(namespace_id) != NAMESPACE_ID_BYTES:
+            return namespace_id
+        with self._lock:
+            owner = self._directory.tenant_of(namespace=namespace_id)
+        return namespace_id if owner == tenant else NOBODYS
+
     def match(self, namespace_id: bytes, hashes: bytes, first: int, lease_s: float) -> Match:
         """See `Directory.match`."""
         with self.requests:
@@ -104,9 +121,11 @@ class MetaService:
                 return Match(0, MissReason.RECOVERING)
             return self._directory.match(_checked_id(namespace_id), hashes, first, self._lease_s(lease_s))
 
-    def release(self, lease: int) -> bool:
-        """See `Directory.release`."""
+    def release(self, lease: int, tenant: str | None = None) -> bool:
+        """See `Directory.release`; a caller of ``tenant`` releases leases on its blocks alone."""
         with self._lock:
+            if tenant is not None and self._directory.tenant_of(lease=lease) != tenant:
+                return False
             return self._directory.release(lease)
 
     def locate(self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None) -> Location:
@@ -139,9 +158,13 @@ class MetaService:
                 raise CapacityError(f"grants of {size_bytes} bytes in one reservation; reserve fewer blocks at a time")
         return Reserved(result, grants)
 
-    def abort(self, reservation: int, hashes: list[bytes] | None, *, crowded: bool = False) -> int:
-        """See `Directory.abort`."""
+    def abort(
+        self, reservation: int, hashes: list[bytes] | None, *, crowded: bool = False, tenant: str | None = None
+    ) -> int:
+        """See `Directory.abort`; a caller of ``tenant`` gives up what it writes alone."""
         with self._lock:
+            if tenant is not None and self._directory.tenant_of(reservation=reservation) != tenant:
+                return 0
             blocks = self._directory.abort(reservation, hashes, crowded=crowded)
         self.mover.settled()
         return blocks

@@ -202,6 +202,7 @@ class Control:
     def _obey(self, session: NodeSession | None) -> None:
         for store in self._store.tiers:
             store.session = session
+            store.read_session = session or store.read_session
 
     def _announce(self, store: NodeStore) -> None:
         failpoint("node.inventory.before_scan")

@@ -56,6 +56,23 @@ def _off(value: object) -> object:
     return "off" if value is False else value  # YAML 1.1 reads a bare off as false
 
 
+def _on_or_off(value: object) -> object:
+    return "on" if value is True else _off(value)
+
+
+def _audit(text: str) -> str:
+    if text not in ("auto", "on", "off") and not Path(text).is_absolute():
+        raise ValueError("must be auto, on, off, or an absolute path of a file to append to")
+    return text
+
+
+def _mapping(text: str) -> str:
+    kind, _, tenant = text.partition(":")
+    if text not in ("all", "off") and not (kind == "tenant" and tenant):
+        raise ValueError("must be all, off, or tenant:NAME")
+    return text
+
+
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Size = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_whole_pages)]
 SizeOrNone = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_no_or_whole_pages)]
@@ -68,4 +85,6 @@ Schemes = Annotated[tuple[Scheme, ...], Field(min_length=1), BeforeValidator(_wo
 HugePages = Annotated[Literal["auto", "off", "require"], BeforeValidator(_off)]
 PoolUri = Annotated[str, AfterValidator(_pool_uri)]
 NodeId = Annotated[str, AfterValidator(_node_id)]
+AuditTo = Annotated[str, BeforeValidator(_on_or_off), AfterValidator(_audit)]
+Mapping = Annotated[str, BeforeValidator(_off), AfterValidator(_mapping)]
 SocketPath = Annotated[Path, AfterValidator(_socket_path)]

@@ -28,8 +28,10 @@ from kvpool.core.limits import (
     STREAMS_MAX,
 )
 from kvpool.ops.setting_kinds import (
+    AuditTo,
     Duration,
     HugePages,
+    Mapping,
     NodeId,
     Pace,
     PoolUri,
@@ -98,13 +100,17 @@ class ServerSettings(Section):
     """Host that others dial; by default the address listened on."""
 
     http_listen: str = "127.0.0.1"
-    """Address to serve health and metrics on, in plain HTTP."""
+    """Address to serve health and metrics on: in plain HTTP on loopback, beyond it with TLS, metrics for operators."""
+
+    audit: AuditTo = "auto"
+    """Who changed what and who was refused: on (in the log), off, or a file; auto is on where callers are
+    authenticated."""
 
     @field_validator("http_listen")
     @classmethod
     def _pages_for_this_host_alone(cls, host: str, info: ValidationInfo) -> str:
-        if not (is_loopback(host) or info.data.get("insecure")):
-            raise ValueError("health and metrics are plain HTTP for anybody: beyond loopback they need --insecure")
+        if not (is_loopback(host) or info.data.get("insecure") or _has_tls(info)):
+            raise ValueError(f"health and metrics for anybody: beyond loopback they need {TLS_OR_INSECURE}")
         return host
 
     @field_validator("listen")
@@ -242,6 +248,9 @@ class NodeSettings(ServerSettings):
 
     unix_socket: SocketPath = Field(default_factory=_unix_socket)
     """Unix socket for clients on this host; by default in $XDG_RUNTIME_DIR/kvpool or /tmp/kvpool-UID."""
+
+    mapping: Mapping = "all"
+    """Whose clients may map this node's memory, or read it one-sided over ucx: all, off, or tenant:NAME alone."""
 
     ucx_plaintext: bool = False
     """With TLS: serve ucx beyond loopback all the same; what moves over it is neither encrypted nor authenticated."""

@@ -296,7 +296,7 @@ class Framed:
         self.until_s = math.inf
         self._armed_s = math.inf
         self._frame = None
-        self.greeted = False
+        self.caller = None
 
     def arm(self, timeout_s):
         self._armed_s = timeout_s

@@ -15,6 +15,7 @@ from kvpool.core.directory import (
     inventory,
     lookup,
     losing,
+    owning,
     replicating,
     tiering,
     writing,
@@ -91,6 +92,14 @@ class Directory:
     def knows(self, namespace_id: bytes) -> bool:
         """Whether the namespace is open."""
         return namespace_id in self._state.namespaces
+
+    def tenant_of(self, *, namespace: bytes = b"", lease: int = 0, reservation: int = 0) -> str | None:
+        """Whose blocks are in a namespace, under a lease or in a reservation; None for one that is not there."""
+        if namespace:
+            return owning.tenant_of_namespace(self._state, namespace)
+        if lease:
+            return owning.tenant_of_lease(self._state, lease)
+        return owning.tenant_of_reservation(self._state, reservation)
 
     # Nodes and segments
 

@@ -50,6 +50,11 @@ class LeaseLedger:
         self._put(self._last_number, row)
         return self._last_number
 
+    def row_of(self, number: int) -> int | None:
+        """The row that a lease is on; None when it is over."""
+        lease = self._leases.get(number)
+        return None if lease is None else lease.row
+
     def release(self, number: int) -> int | None:
         """End a lease early; the row it was on, or None when it is over already."""
         lease = self._leases.pop(number, None)

@@ -111,9 +111,8 @@ class DirectoryState:
         """The open namespace ``namespace_id``; raises UnknownNamespaceError."""
         entry = self.namespaces.get(namespace_id)
         if entry is None:
-            raise UnknownNamespaceError(
-                f"namespace {namespace_id.hex()[:16]} is not open here; open it with its document first"
-            )
+            # Not which: an id that the caller may not know is looked up as one that nobody has.
+            raise UnknownNamespaceError("this namespace is not open here; open it with its document first")
         return entry
 
     def hold(self, row: int, until_us: int) -> None:
