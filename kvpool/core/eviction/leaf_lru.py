@@ -12,7 +12,7 @@ class LeafLru:
 
     def __init__(self, blocks: BlockTable) -> None:
         self._blocks = blocks
-        self._leaves = LeafQueues(blocks, self._rank)
+        self._leaves = LeafQueues(blocks, self._queue_of)
 
     def changed(self, row: int) -> None:
         """See `EvictionPolicy.changed`."""
@@ -29,12 +29,12 @@ class LeafLru:
         """See `EvictionPolicy.lost`."""
         self._leaves.drop(segment)
 
-    def first(self, segment: int, now_us: int) -> Candidate | None:
+    def first(self, segment: int, owner: int, now_us: int) -> Candidate | None:
         """See `EvictionPolicy.first`."""
         leaves = self._leaves.of(segment, now_us)
         leaves.woken.clear()
         for rank in (DORMANT, VISIBLE):
-            row = self._leaves.oldest(leaves, rank, now_us)
+            row = self._leaves.oldest(leaves, owner << 1 | rank, now_us)
             if row != NIL:
                 return Candidate(rank, 0.0, self._blocks.last_use_us[row], row)
         return None
@@ -43,5 +43,8 @@ class LeafLru:
         """See `EvictionPolicy.admits`: whatever is new is worth more than the oldest."""
         return True
 
-    def _rank(self, row: int) -> int:
-        return VISIBLE if self._blocks.state[row] == BlockState.VISIBLE else DORMANT
+    def _queue_of(self, row: int) -> int:
+        """Each tenant has a queue of dormant leaves and one of visible ones."""
+        blocks = self._blocks
+        rank = VISIBLE if blocks.state[row] == BlockState.VISIBLE else DORMANT
+        return blocks.owners[blocks.namespace[row]] << 1 | rank
