@@ -9,8 +9,7 @@ from kvpool.core.limits import PAGE_BYTES
 SHARE_MAX = 1e6
 RATE_PER_S_MAX = 1e9
 COUNT_MAX = 1 << 62
-
-TENANT_NAME_CHARACTERS_MAX = 256
+NAME_CHARACTERS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +40,13 @@ class TenantLimits:
             _check(name, getattr(self, name), math.ulp(0.0), RATE_PER_S_MAX, "a rate above 0, e.g. 1000")
         if self.share is None or not 0 < self.share <= SHARE_MAX:
             raise UsageError(f"share is {self.share!r}; it must be above 0 and up to {SHARE_MAX:g}, and is usually 1")
+
+
+def check_name(tenant: str) -> str:
+    """``tenant``, if that can be its name; raises UsageError."""
+    if not 0 < len(tenant) <= NAME_CHARACTERS_MAX:
+        raise UsageError(f"a tenant's name has {len(tenant)} characters; it must have 1 to {NAME_CHARACTERS_MAX}")
+    return tenant
 
 
 def _check(name: str, value: float | None, least: float, most: float, fix: str) -> None:

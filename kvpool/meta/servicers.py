@@ -11,6 +11,7 @@ from kvpool.core.members import Scrub
 from kvpool.core.namespace import parse_namespace
 from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
 from kvpool.meta.moving import DrainProgress
+from kvpool.meta.quotas import limits_named, tenant_message
 from kvpool.meta.service import MetaService
 from kvpool.ops.identity import principal_of
 from kvpool.transport.wire.messages import Topology, unpack
@@ -160,6 +161,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 nodes_expected=status.recovery.expected_nodes,
                 lasted_s=status.recovery.lasted_s,
             ),
+            tenants=[tenant_message(tenant) for tenant in status.tenants],
         )
 
     def Explain(self, request: admin_pb2.ExplainRequest, context: grpc.ServicerContext) -> admin_pb2.ExplainResponse:
@@ -194,6 +196,10 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.CancelDrainRequest, context: grpc.ServicerContext
     ) -> admin_pb2.DrainStatus:
         return _drain_status(self._service.mover.cancel(request.node_id))
+
+    def SetQuota(self, request: admin_pb2.SetQuotaRequest, context: grpc.ServicerContext) -> admin_pb2.TenantStatus:
+        changed = self._service.quotas.change(request.tenant, limits_named(request), request.unlimited)
+        return tenant_message(changed)
 
 
 def _drain_status(progress: DrainProgress) -> admin_pb2.DrainStatus:

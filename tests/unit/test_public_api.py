@@ -39,10 +39,12 @@ NAMES = [
     "OverloadedError",
     "PoolStatus",
     "ProtocolError",
+    "QuotaError",
     "Reservation",
     "SegmentStatus",
     "SettingsError",
     "StoreResult",
+    "TenantStatus",
     "TlsSettings",
     "UnavailableError",
     "UnknownNamespaceError",
@@ -56,7 +58,17 @@ NAMES = [
 ]
 
 METHODS = {
-    "Client": {"namespace", "status", "stats", "collector", "drain", "drain_status", "cancel_drain", "close"},
+    "Client": {
+        "namespace",
+        "status",
+        "stats",
+        "collector",
+        "drain",
+        "drain_status",
+        "cancel_drain",
+        "set_quota",
+        "close",
+    },
     "Keyspace": {"match", "release", "load", "store", "reserve", "write", "abort"},
 }
 """All that these classes let callers do."""
@@ -71,6 +83,7 @@ RECORDS = [
     "Reservation",
     "SegmentStatus",
     "StoreResult",
+    "TenantStatus",
 ]
 RECORDS += ["WriteResult", "FieldDifference", "Namespace"]
 
@@ -90,6 +103,7 @@ TREE = {
     "ProtocolError": "KvpoolError",
     "UnknownNamespaceError": "KvpoolError",
     "CapacityError": "KvpoolError",
+    "QuotaError": "CapacityError",
 }
 """Each error and its parent."""
 
