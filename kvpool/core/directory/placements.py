@@ -33,6 +33,7 @@ class Placements:
         """Open an empty segment."""
         self.segments[segment.number] = segment
         segment.totals = self.disk if segment.is_disk else self.memory
+        segment.of_tenants = self._tenants.disk if segment.is_disk else self._tenants.memory
         segment.totals.capacity_bytes += segment.capacity_bytes
 
     def remove_segment(self, segment: Segment) -> None:
@@ -120,7 +121,7 @@ class Placements:
             self._remove_one_of_several(placement, segment, slot_bytes)
         segment.blocks -= 1
         self._use(segment, self._blocks.namespace[block], -slot_bytes)
-        if segment.is_disk:
+        if segment.totals is self.disk:
             self._blocks.reused[block] = Reuse.NONE
         rows.free(placement)
 
@@ -309,5 +310,4 @@ class Placements:
         """Account for bytes on ``segment`` that a namespace's blocks take, or give back if below 0."""
         segment.used_bytes += size_bytes
         segment.totals.used_bytes += size_bytes
-        used = self._tenants.disk if segment.is_disk else self._tenants.memory
-        used[self._blocks.owners[namespace]] += size_bytes
+        segment.of_tenants[self._blocks.owners[namespace]] += size_bytes

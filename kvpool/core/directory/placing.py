@@ -33,14 +33,12 @@ class Asked(NamedTuple):
 
     Attributes:
         slot_bytes: How much.
-        near: The segment to prefer.
         use: See `EvictionPolicy.admits`.
         owner: The block's tenant.
         now_us: When.
     """
 
     slot_bytes: int
-    near: Segment | None
     use: int
     owner: int
     now_us: int
@@ -83,8 +81,8 @@ class Placer:
         self._reclaim = reclaim
         self._age_slack = age_slack
 
-    def choose(self, asked: Asked) -> Segment | None:
-        """A segment with room, after evicting if it must be.
+    def choose(self, asked: Asked, near: Segment | None) -> Segment | None:
+        """A segment with room, ``near`` if it may be, after evicting if it must be.
 
         None when everything is held, or worth more than the new block (`EvictionPolicy.admits`), or when the tenant's
         quota has no room.
@@ -92,8 +90,8 @@ class Placer:
         if not self.fit_quota(asked):
             return None
         tries_below = BELOW_MAX
-        while (segment := self._with_room(asked.slot_bytes, asked.near)) is None:
-            offer = self._best_offer(asked)
+        while (segment := self._with_room(asked.slot_bytes, near)) is None:
+            offer = self._best_offer(asked, near)
             if offer is None:
                 if not tries_below or not self._make_room_below(asked):
                     return None
@@ -170,16 +168,18 @@ class Placer:
             return True
         return self._policy.admits(use, offer.victim)
 
-    def _best_offer(self, asked: Asked) -> Offer | None:
+    def _best_offer(self, asked: Asked, near: Segment | None) -> Offer | None:
         """What goes first in the whole pool; None when everything is held."""
+        slot_bytes, _, _, now_us = asked
+        memory = self._placements.memory
         segments = [
             segment
             for segment in self._placements.segments.values()
-            if segment.takes_new and segment.capacity_bytes >= asked.slot_bytes
-            if segment.spared_until_us <= asked.now_us
+            if segment.accepts and segment.totals is memory  # `takes_new`, without a call for each
+            if segment.capacity_bytes >= slot_bytes and segment.spared_until_us <= now_us
         ]
-        for giver in self._tenants.givers(self._tenants.memory, asked.owner, asked.slot_bytes):
-            offer = self._offer(giver, segments, asked.near, asked.now_us)
+        for giver in self._tenants.givers(self._tenants.memory, asked.owner, slot_bytes):
+            offer = self._offer(giver, segments, near, now_us)
             if offer is not None:
                 return offer
         return None
@@ -233,16 +233,18 @@ class Placer:
         return near if near in some else max(some, key=_surplus, default=None)
 
     def _victim(self, giver: int, segments: Sequence[Segment], near: Segment | None, now_us: int) -> Candidate | None:
-        firsts = {
-            segment.number: first
-            for segment in segments
-            if (first := self._policy.first(segment.number, giver, now_us)) is not None
-        }
-        if not firsts:
-            return None
-        oldest = min(firsts.values())
-        own = firsts.get(near.number) if near is not None else None
-        return own if own is not None and self._nearly_as_old(own, oldest, now_us) else oldest
+        oldest: Candidate | None = None
+        own: Candidate | None = None
+        find = self._policy.first
+        for segment in segments:
+            first = find(segment.number, giver, now_us)
+            if first is not None and (oldest is None or first < oldest):
+                oldest = first
+            if segment is near:
+                own = first
+        if oldest is None or own is None or own is oldest:
+            return oldest
+        return own if self._nearly_as_old(own, oldest, now_us) else oldest
 
     def _nearly_as_old(self, own: Candidate, oldest: Candidate, now_us: int) -> bool:
         age_us = now_us - oldest.last_use_us

@@ -1,5 +1,6 @@
 """The segments blocks can be placed on, and how full they are."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from kvpool.core.directory.surplus import SurplusList
@@ -36,6 +37,7 @@ class Segment:
         capacity_bytes: Bytes its slots may take.
         medium: What it is made of; `DISK` is the tier below memory.
         totals: Of its tier.
+        of_tenants: Bytes used in its tier by tenant.
         used_bytes: Sum of the slots of its placements, reserved and committed, and of what is promised to copies.
         out_of_use_bytes: What bad memory, and memory that rests, has taken off the capacity.
         open: False once it is lost: it is emptied, and nothing else has to do with it.
@@ -54,6 +56,7 @@ class Segment:
     capacity_bytes: int
     medium: str = SHM
     totals: Totals = field(default_factory=Totals)
+    of_tenants: "array[int]" = field(default_factory=lambda: array("q"))
     used_bytes: int = 0
     out_of_use_bytes: int = 0
     open: bool = True

@@ -228,7 +228,8 @@ class DirectoryState:
         self.reservations.release(row)
         for copy in self.copies.of_row(row):
             self.give_up(copy, [self.blocks.hash[row]])
-        self.pins.unpin(row)
+        if row in self.blocks.pinned_until_us:
+            self.pins.unpin(row)
         self.chains.remove(row)
 
     def _bury(self, row: int, segment: int, reason: MissReason, cause: Cause | None) -> None:

@@ -7,7 +7,7 @@ others', and whoever is within its share loses nothing to one that is above.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,6 +85,7 @@ class Tenants:
         self.surplus = array("q")
         self.accounts: list[Account] = []
         self._per_share = array("d")
+        self._quota_bytes: list[int | None] = []
         self._by_name: dict[str, Account] = {}
         self._limits = dict(limits)
         self._default = default
@@ -99,6 +100,7 @@ class Tenants:
             for column in (self.memory, self.disk, self.surplus):
                 column.append(0)
             self._per_share.append(1.0)
+            self._quota_bytes.append(None)
             self._apply(account, self.limits(name))
         return account
 
@@ -123,14 +125,14 @@ class Tenants:
 
     def room_bytes(self, owner: int) -> int | None:
         """Memory that a tenant may take yet, below 0 when its quota was lowered; None for no limit."""
-        quota_bytes = self.accounts[owner].limits.bytes
+        quota_bytes = self._quota_bytes[owner]
         return None if quota_bytes is None else quota_bytes - self.memory[owner]
 
     def over_quota(self) -> list[int]:
         """Tenants that hold more than they may."""
         return [account.number for account in self.accounts if (self.room_bytes(account.number) or 0) < 0]
 
-    def givers(self, used: "array[int]", taker: int, size_bytes: int) -> Iterator[int]:
+    def givers(self, used: "array[int]", taker: int, size_bytes: int) -> Iterable[int]:
         """Who may have to give room to ``taker``, the tenant first that is the most above its share, it itself last.
 
         Whoever has no more for its share than the taker would have gives nothing.
@@ -140,21 +142,24 @@ class Tenants:
             taker: Who wants room.
             size_bytes: How much.
         """
-        if len(self.accounts) > 1:
-            levels = view(used) * view(self._per_share)
-            level = (used[taker] + size_bytes) * self._per_share[taker]
-            levels[taker] = level
-            first = int(levels.argmax())
-            if levels[first] > level:
-                yield first
-                above = np.flatnonzero(levels > level)
-                order = np.argsort(-levels[above], kind="stable")
-                yield from (other for other in above[order].tolist() if other != first)
+        return self._givers(used, taker, size_bytes) if len(self.accounts) > 1 else (taker,)
+
+    def _givers(self, used: "array[int]", taker: int, size_bytes: int) -> Iterator[int]:
+        levels = view(used) * view(self._per_share)
+        level = (used[taker] + size_bytes) * self._per_share[taker]
+        levels[taker] = level
+        first = int(levels.argmax())
+        if levels[first] > level:
+            yield first
+            above = np.flatnonzero(levels > level)
+            order = np.argsort(-levels[above], kind="stable")
+            yield from (other for other in above[order].tolist() if other != first)
         yield taker
 
     def _apply(self, account: Account, limits: TenantLimits) -> None:
         account.limits = limits
         self._per_share[account.number] = 1.0 / limits.share
+        self._quota_bytes[account.number] = limits.bytes
         account.lookups = TokenBucket(limits.lookups_per_s, self._clock) if limits.lookups_per_s else None
         account.writes = TokenBucket(limits.writes_per_s, self._clock) if limits.writes_per_s else None
 

@@ -223,7 +223,7 @@ def _fits_quota(state: DirectoryState, some: list[int]) -> bool:
     """Whether memory has room for the blocks within their tenant's quota, after it gave some of its own if it must."""
     entry = state.entries[state.blocks.namespace[some[0]]]
     size_bytes, use = len(some) * entry.slot_bytes, state.blocks.use[some[0]]
-    return state.placer.fit_quota(Asked(size_bytes, None, use, entry.account.number, state.now_us()))
+    return state.placer.fit_quota(Asked(size_bytes, use, entry.account.number, state.now_us()))
 
 
 def _make_room(state: DirectoryState, segment: Segment, some: list[int]) -> None:

@@ -130,11 +130,12 @@ class _Writer:
         self.deadline_us = self.now_us + microseconds(ttl_s)
         self.reservation = state.reservations.open(entry.number, owner, self.deadline_us)
         self.shares: dict[tuple[int, int], Share] = {}
-        writes = entry.account.writes
-        self.allowed = RESERVE_BLOCKS_MAX if writes is None else max(0, writes.whole)
+        self.writes = entry.account.writes
+        self.allowed = RESERVE_BLOCKS_MAX if self.writes is None else max(0, self.writes.whole)
         """New blocks that the tenant's rate of writes allows yet."""
-        self.use: int | None = None
-        """What the eviction policy says of the new blocks, as soon as there is one."""
+        self.begun = False
+        """Whether there was a new block yet, of which the eviction policy says its use."""
+        self.asked = Asked(entry.slot_bytes, 0, entry.account.number, self.now_us)
 
     def reserve(self, chain: list[bytes], above: bytes, first: int) -> ReserveResult:
         state, wants = self.state, bytearray(len(chain))
@@ -161,11 +162,13 @@ class _Writer:
 
     def _place_new(self, chain: list[bytes], i: int, above: bytes, near: Segment | None) -> tuple[Segment, int] | None:
         """Reserve new blocks from ``i`` on, without evicting as long as that goes; where, and how many."""
-        if self.use is None:
-            self.use = self.state.policy.begins(self.index.get(above, NIL), chain[i:], self.now_us)
+        if not self.begun:
+            self.begun = True
+            use = self.state.policy.begins(self.index.get(above, NIL), chain[i:], self.now_us)
+            self.asked = self.asked._replace(use=use)
         placed = self._place_run(chain, i, above, near) or self._place(chain, i, above, near)
-        if placed is not None and self.entry.account.writes is not None:
-            self.entry.account.writes.take(placed[1])
+        if placed is not None and self.writes is not None:
+            self.writes.take(placed[1])
             self.allowed -= placed[1]
         return placed
 
@@ -198,7 +201,7 @@ class _Writer:
         """Reserve as many new blocks from ``start`` on as one segment takes without evicting; where, and how many."""
         state, slot_bytes, shards = self.state, self.entry.slot_bytes, self.entry.namespace.shards
         most = min(self.allowed, len(chain) - start)
-        found = state.placer.room(slot_bytes * shards, near, self.entry.account.number, most)
+        found = state.placer.room(slot_bytes * shards, near, self.asked.owner, most)
         if found is None:
             return None
         segment, most = found
@@ -206,7 +209,7 @@ class _Writer:
         while count < most and chain[start + count] not in self.index:
             count += 1
         rows = state.chains.insert_run(self.entry.number, chain[start : start + count], above, shards, self.now_us)
-        state.blocks.set_use(rows, self.use or 0)
+        state.blocks.set_use(rows, self.asked.use)
         state.reservations.claim_run(self.reservation, rows)
         for shard in range(shards):
             state.placements.add_run(rows, shard, segment, slot_bytes)
@@ -220,12 +223,11 @@ class _Writer:
         """
         state, slot_bytes, shards = self.state, self.entry.slot_bytes, self.entry.namespace.shards
         row = state.chains.insert(self.entry.number, chain[i], above, shards, self.now_us)
-        state.blocks.use[row] = self.use or 0
+        state.blocks.use[row] = self.asked.use
         state.reservations.claim(self.reservation, row)
         segments: list[Segment] = []
         for shard in range(shards):
-            asked = Asked(slot_bytes, near, state.blocks.use[row], self.entry.account.number, self.now_us)
-            segment = state.placer.choose(asked)
+            segment = state.placer.choose(self.asked, near)
             if segment is None:
                 state.remove_block(row, MissReason.COLD)
                 return None

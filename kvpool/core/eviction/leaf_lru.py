@@ -6,6 +6,11 @@ from kvpool.core.directory.table import NIL, BlockState, BlockTable
 from kvpool.core.eviction.base import DORMANT, VISIBLE, Candidate
 from kvpool.core.eviction.leaf_queues import LeafQueues
 
+_STATE_VISIBLE = int(BlockState.VISIBLE)
+"""Looked at for every leaf that waits first in a queue: an enum's member takes as long as all the rest."""
+
+assert (DORMANT, VISIBLE) == (False, True)
+
 
 class LeafLru:
     """LRU over leaves, dormant ones first."""
@@ -34,8 +39,8 @@ class LeafLru:
         leaves = self._leaves.of(segment, now_us)
         leaves.woken.clear()
         for rank in (DORMANT, VISIBLE):
-            row = self._leaves.oldest(leaves, owner << 1 | rank, now_us)
-            if row != NIL:
+            queue = owner << 1 | rank
+            if leaves.by_use.get(queue) and (row := self._leaves.oldest(leaves, queue, now_us)) != NIL:
                 return Candidate(rank, 0.0, self._blocks.last_use_us[row], row)
         return None
 
@@ -46,5 +51,4 @@ class LeafLru:
     def _queue_of(self, row: int) -> int:
         """Each tenant has a queue of dormant leaves and one of visible ones."""
         blocks = self._blocks
-        rank = VISIBLE if blocks.state[row] == BlockState.VISIBLE else DORMANT
-        return blocks.owners[blocks.namespace[row]] << 1 | rank
+        return blocks.owners[blocks.namespace[row]] << 1 | (blocks.state[row] == _STATE_VISIBLE)
