@@ -22,6 +22,7 @@ _COMMANDS = {
     "meta": "Run the metadata service.",
     "node": "Run a store node.",
     "drain": "Copy a node's blocks to other nodes and let it leave.",
+    "quota": "Show or change what tenants may hold and ask for.",
     "status": "Show the nodes and namespaces of a pool.",
     "ping": "Store and load a few blocks and say how long it took.",
     "explain": "Say why blocks are not found.",

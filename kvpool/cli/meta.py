@@ -39,6 +39,8 @@ from kvpool.ops.version import __version__
     "meta.replicas_max",
     "meta.replica_read_rate",
     "meta.replica_budget",
+    "meta.tenants",
+    "meta.tenant_default",
     *SERVER_TLS_KEYS,
 )
 def meta(settings: Settings, output: Format) -> None:

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from kvpool.cli import with_settings
 from kvpool.cli.connecting import CLIENT_TLS_KEYS, connect_operator
 from kvpool.cli.output import Format, UnhealthyError, emit, table
+from kvpool.cli.tenants import shows_tenants, tenants_table
 from kvpool.core.directory import DISK
 from kvpool.core.members import MemberState
 from kvpool.core.units import format_size
@@ -52,7 +53,8 @@ def _view(pool_status: "PoolStatus") -> RenderableType:
     ]
     headline = f"incarnation {pool_status.incarnation}, namespaces {len(pool_status.namespaces)}"
     columns = (*_COLUMNS, *(["disk"] if has_disks else []), *(["copied here"] if has_copies else []))
-    return Group(headline, *_security(pool_status), *_recovery(pool_status), table(columns, rows))
+    tenants = [tenants_table(pool_status.tenants)] if shows_tenants(pool_status.tenants) else []
+    return Group(headline, *_security(pool_status), *_recovery(pool_status), table(columns, rows), *tenants)
 
 
 def _security(pool_status: "PoolStatus") -> list[str]:

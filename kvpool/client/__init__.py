@@ -13,6 +13,7 @@ from kvpool.client.results import (
     Reservation,
     SegmentStatus,
     StoreResult,
+    TenantStatus,
     WriteResult,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "Reservation",
     "SegmentStatus",
     "StoreResult",
+    "TenantStatus",
     "WriteResult",
     "connect",
     "connect_async",

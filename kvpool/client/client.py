@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -11,7 +11,15 @@ from kvpool.client.counters import Counters
 from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
 from kvpool.client.nodes import Nodes
-from kvpool.client.results import ClientStats, DrainStatus, NodeStatus, PoolStatus, RecoveryStatus, SegmentStatus
+from kvpool.client.results import (
+    ClientStats,
+    DrainStatus,
+    NodeStatus,
+    PoolStatus,
+    RecoveryStatus,
+    SegmentStatus,
+    TenantStatus,
+)
 from kvpool.core.directory import DISK
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX, DRAIN_S_MAX, STREAMS_MAX
@@ -113,7 +121,25 @@ class Client:
             counters=dict(answer.counters),
             recovery=_recovery_status(answer.recovery),
             security=answer.security,
+            tenants=tuple(TenantStatus.of(tenant) for tenant in answer.tenants),
         )
+
+    def set_quota(
+        self, tenant: str, *, unlimited: Collection[str] = (), timeout_s: float | None = None, **limits: float
+    ) -> TenantStatus:
+        """Change limits of a tenant, known or not, until the metadata service restarts; settings are for longer.
+
+        Args:
+            tenant: Its name.
+            unlimited: Limits to lift, by name.
+            timeout_s: Deadline of the call.
+            limits: New ones: ``bytes``, ``share``, ``pins``, ``lookups_per_s``, ``writes_per_s``; others stay.
+
+        Raises:
+            UsageError: A limit that there is not, or a value that cannot be.
+            UnavailableError: The service cannot be reached.
+        """
+        return TenantStatus.of(self._meta.set_quota(tenant, limits, unlimited, self._deadline(timeout_s)))
 
     def drain(
         self, node_id: str, *, drain_timeout_s: float = 300.0, stay: bool = False, timeout_s: float | None = None

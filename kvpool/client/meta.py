@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -19,9 +19,11 @@ from kvpool.core.errors import (
     OverloadedError,
     SettingsError,
     UnavailableError,
+    UsageError,
 )
 from kvpool.core.identities import META
 from kvpool.core.namespace import DEFAULT_TENANT, Namespace
+from kvpool.core.tenants import LIMITS
 from kvpool.ops.addresses import split_address
 from kvpool.ops.channels import Channels
 from kvpool.ops.credentials import Credentials
@@ -116,6 +118,16 @@ class MetaClient:
     def cancel_drain(self, node_id: str, deadline: Deadline) -> admin_pb2.DrainStatus:
         """Place blocks on the node again; raises UsageError when it does not drain."""
         return self._ask(self._admin.CancelDrain, admin_pb2.CancelDrainRequest(node_id=node_id), deadline)
+
+    def set_quota(
+        self, tenant: str, limits: Mapping[str, float], unlimited: Collection[str], deadline: Deadline
+    ) -> admin_pb2.TenantStatus:
+        """Change limits of a tenant; raises UsageError for one that cannot be."""
+        try:
+            request = admin_pb2.SetQuotaRequest(tenant=tenant, unlimited=unlimited, **limits)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"limits {dict(limits)} cannot be: {error}; they are {', '.join(LIMITS)}") from error
+        return self._ask(self._admin.SetQuota, request, deadline)
 
     def call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool) -> Reply:
         """A hot call; ``again`` allows one more try on a new connection, if the retry budget does too.

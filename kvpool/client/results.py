@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvpool.client.tenants import TenantStatus
 from kvpool.core.directory import Match, MissReason
 from kvpool.core.members import Scrub
 from kvpool.transport.wire.messages import SegmentGrant
@@ -19,6 +20,7 @@ __all__ = [
     "Reservation",
     "SegmentStatus",
     "StoreResult",
+    "TenantStatus",
     "WriteResult",
 ]
 
@@ -192,6 +194,7 @@ class PoolStatus:
         counters: The directory's counts.
         recovery: How far the directory is rebuilt since the service's start.
         security: How the service is guarded: ``tls``, ``loopback`` (plaintext, for its host alone) or ``insecure``.
+        tenants: By name.
     """
 
     incarnation: int
@@ -201,6 +204,7 @@ class PoolStatus:
     counters: dict[str, int]
     recovery: RecoveryStatus
     security: str = ""
+    tenants: tuple[TenantStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

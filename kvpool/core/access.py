@@ -42,6 +42,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
     "/kvpool.v1.Admin/Drain": _ADMIN,
     "/kvpool.v1.Admin/GetDrain": _OPERATORS,
     "/kvpool.v1.Admin/CancelDrain": _ADMIN,
+    "/kvpool.v1.Admin/SetQuota": _ADMIN,
     "/kvpool.v1.StoreNode/Prepare": _CLIENT,
     "/kvpool.v1.StoreNode/Commit": _CLIENT,
     "/kvpool.v1.StoreNode/Abort": _CLIENT,

@@ -17,6 +17,7 @@ KvpoolError
 ├── ProtocolError           the peer sent what the wire contract does not allow; the connection is closed
 ├── UnknownNamespaceError   the service does not know the namespace (it restarted): open it again
 └── CapacityError           memory that cannot be had: segment too large, limits reached
+    └── QuotaError              a tenant has all that it may have; names the quota and who raises it
 """
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "NamespaceMismatchError",
     "OverloadedError",
     "ProtocolError",
+    "QuotaError",
     "SettingsError",
     "StaleGrantError",
     "UnavailableError",
@@ -106,3 +108,7 @@ class UnknownNamespaceError(KvpoolError):
 
 class CapacityError(KvpoolError):
     """Memory or a table limit that cannot be provided; the message names the limit and how to raise it."""
+
+
+class QuotaError(CapacityError):
+    """A tenant's quota is used up; the message names it and the fix."""

@@ -1,8 +1,9 @@
 """What the metadata service shows Prometheus."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 
-from kvpool.core.directory import Directory, DirectoryStats, LookupStats
+from kvpool.core.directory import DISK, SHM, Directory, DirectoryStats, LookupStats, TenantStats
 from kvpool.core.members import Members, MemberState
 from kvpool.meta.service import MetaService
 from kvpool.ops.metrics import Latency
@@ -59,6 +60,7 @@ class MetaMetrics:
         self._nodes(out, directory, members)
         _usefulness(out, stats, directory.lookup_stats())
         _fill_level(out, stats)
+        _tenants(out, directory.tenants())
 
     def _nodes(self, out: Exposition, directory: Directory, members: Members) -> None:
         states = dict.fromkeys(MemberState, 0)
@@ -91,3 +93,16 @@ def _fill_level(out: Exposition, stats: DirectoryStats) -> None:
     out.add("kvpool_bad_blocks_total", stats.bad_blocks)
     out.add_each("kvpool_removed_blocks_total", "reason", {r: getattr(stats, n) for r, n in _REMOVED.items()})
     out.add_each("kvpool_moved_blocks_total", "way", {way: getattr(stats, n) for way, n in _MOVED.items()})
+
+
+def _tenants(out: Exposition, tenants: Iterable[TenantStats]) -> None:
+    for tenant in tenants:
+        of = {"tenant": tenant.name}
+        quota_bytes = tenant.limits.bytes
+        out.add("kvpool_tenant_used_bytes", tenant.used_bytes, **of, tier=TIERS[SHM])
+        out.add("kvpool_tenant_used_bytes", tenant.disk_used_bytes, **of, tier=TIERS[DISK])
+        out.add("kvpool_tenant_fair_bytes", tenant.fair_bytes, **of)
+        out.add("kvpool_tenant_quota_bytes", math.inf if quota_bytes is None else quota_bytes, **of)
+        out.add("kvpool_tenant_pins", tenant.pins, **of)
+        for what, count in tenant.refused.items():
+            out.add("kvpool_tenant_refused_total", count, **of, what=what)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from kvpool.core.directory import DirectoryStats, ReserveResult
+from kvpool.core.directory import DirectoryStats, ReserveResult, TenantStats
 from kvpool.core.members import MemberSegment, Scrub
 from kvpool.core.namespace import Namespace
 from kvpool.core.recovery import Recovery
@@ -50,3 +50,4 @@ class MetaStatus:
     off: dict[str, tuple[MemberSegment, ...]]
     """Segments that failed under their nodes, by node id."""
     recovery: RecoveryStatus
+    tenants: list[TenantStats]

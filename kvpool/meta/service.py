@@ -22,6 +22,7 @@ from kvpool.meta.directory_config import directory_config
 from kvpool.meta.granting import Granting
 from kvpool.meta.losing import Losses
 from kvpool.meta.moving import Mover
+from kvpool.meta.quotas import Quotas
 from kvpool.meta.read_granting import ReadGranting
 from kvpool.meta.results import MetaStatus, RecoveryStatus, Reserved
 from kvpool.meta.topology import TopologyView
@@ -58,6 +59,7 @@ class MetaService:
         requests: Who is let in to ask for something new; what ends something begun always is.
         work: Set when `tick` has something to do that should not wait.
         mover: Copies blocks between nodes, and drains nodes.
+        quotas: Limits of tenants.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class MetaService:
         self._losses = Losses(self._directory, self._lock)
         self.work = self._losses.pending
         self.mover = Mover(self._directory, self._members, self._orders_changed, settings, clock)
+        self.quotas = Quotas(self._directory, self._lock, clock, self.work)
 
     # Clients
 
@@ -363,7 +366,7 @@ class MetaService:
             return self._directory.explain(_checked_id(namespace_id), block_hash)
 
     def pin(self, namespace_id: bytes, block_hash: bytes, ttl_s: float | None) -> bool:
-        """See `Directory.pin`."""
+        """See `Directory.pin`; raises QuotaError."""
         with self._lock:
             return self._directory.pin(_checked_id(namespace_id), block_hash, ttl_s)
 
@@ -387,6 +390,7 @@ class MetaService:
                 fetched_bytes={member.node_id: member.fetched_bytes for member in self._members},
                 off={member.node_id: member.off for member in self._members},
                 recovery=RecoveryStatus.of(self._recovery),
+                tenants=self._directory.tenants(),
             )
 
     def tick(self) -> None:
@@ -402,6 +406,7 @@ class MetaService:
             self.leave(member)
         self._end_recovery()
         self._losses.finish()
+        self.quotas.tick()
         self.mover.tick()
 
     def resumed(self) -> None:

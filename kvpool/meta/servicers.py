@@ -13,6 +13,7 @@ from kvpool.core.members import Scrub
 from kvpool.core.namespace import parse_namespace
 from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
 from kvpool.meta.moving import DrainProgress
+from kvpool.meta.quotas import limits_named, tenant_message
 from kvpool.meta.service import MetaService
 from kvpool.meta.using import Uses
 from kvpool.ops.audit import Audit, shown_block
@@ -200,6 +201,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 nodes_expected=status.recovery.expected_nodes,
                 lasted_s=status.recovery.lasted_s,
             ),
+            tenants=[
+                tenant_message(stats, alone=tenant is not None)
+                for stats in status.tenants
+                if tenant in (None, stats.name)
+            ],
         )
 
     def Explain(self, request: admin_pb2.ExplainRequest, context: grpc.ServicerContext) -> admin_pb2.ExplainResponse:
@@ -254,6 +260,13 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.DrainStatus:
         self._audit.record("drain_cancelled", principal_of(context), node=request.node_id)
         return _drain_status(self._service.mover.cancel(request.node_id))
+
+    def SetQuota(self, request: admin_pb2.SetQuotaRequest, context: grpc.ServicerContext) -> admin_pb2.TenantStatus:
+        limits = limits_named(request)
+        changed = self._service.quotas.change(request.tenant, limits, request.unlimited)
+        shown = {"of": request.tenant, "limits": limits, "unlimited": list(request.unlimited)}
+        self._audit.record("quota_changed", principal_of(context), **shown)
+        return tenant_message(changed)
 
 
 def _visible(service: MetaService, namespace_id: bytes, context: grpc.ServicerContext) -> bytes:

@@ -41,6 +41,7 @@ from kvpool.ops.setting_kinds import (
     SizeOrNone,
     SocketPath,
 )
+from kvpool.ops.tenant_settings import AnyTenant, TenantsByName, TenantSettings
 
 TLS_OR_INSECURE = "TLS (--tls-dir; `kvpool certs` makes one) or --insecure"
 
@@ -192,6 +193,12 @@ class MetaSettings(ServerSettings):
 
     replica_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of a node's free space that further copies may take; they go first when room is needed."""
+
+    tenants: TenantsByName = Field(default_factory=dict)
+    """Limits of tenants by name: bytes, share, pins, lookups_per_s, writes_per_s."""
+
+    tenant_default: AnyTenant = TenantSettings()
+    """Limits of each tenant that tenants does not name."""
 
     @property
     def http_port_used(self) -> int:

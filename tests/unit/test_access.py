@@ -23,6 +23,7 @@ NODES_ALONE = {"/kvpool.v1.Membership/Control", "/kvpool.v1.Membership/Commit", 
 ADMINS_ALONE = {
     "/kvpool.v1.Admin/Drain",
     "/kvpool.v1.Admin/CancelDrain",
+    "/kvpool.v1.Admin/SetQuota",
     "/kvpool.v1.StoreNode/Drain",
     "/kvpool.v1.StoreNode/Verify",
 }

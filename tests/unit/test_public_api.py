@@ -40,11 +40,13 @@ NAMES = [
     "OverloadedError",
     "PoolStatus",
     "ProtocolError",
+    "QuotaError",
     "Reservation",
     "SegmentStatus",
     "SettingsError",
     "StaleGrantError",
     "StoreResult",
+    "TenantStatus",
     "TlsSettings",
     "UnavailableError",
     "UnknownNamespaceError",
@@ -58,7 +60,17 @@ NAMES = [
 ]
 
 METHODS = {
-    "Client": {"namespace", "status", "stats", "collector", "drain", "drain_status", "cancel_drain", "close"},
+    "Client": {
+        "namespace",
+        "status",
+        "stats",
+        "collector",
+        "drain",
+        "drain_status",
+        "cancel_drain",
+        "set_quota",
+        "close",
+    },
     "Keyspace": {"match", "release", "load", "store", "reserve", "write", "abort"},
 }
 """All that these classes let callers do."""
@@ -73,6 +85,7 @@ RECORDS = [
     "Reservation",
     "SegmentStatus",
     "StoreResult",
+    "TenantStatus",
 ]
 RECORDS += ["WriteResult", "FieldDifference", "Namespace"]
 
@@ -94,6 +107,7 @@ TREE = {
     "ProtocolError": "KvpoolError",
     "UnknownNamespaceError": "KvpoolError",
     "CapacityError": "KvpoolError",
+    "QuotaError": "CapacityError",
 }
 """Each error and its parent."""
 

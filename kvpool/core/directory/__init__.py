@@ -21,12 +21,14 @@ from kvpool.core.directory.results import (
 from kvpool.core.directory.segments import DISK, FETCHED, SHM, VRAM, Segment
 from kvpool.core.directory.state import DirectoryConfig
 from kvpool.core.directory.table import BlockState
+from kvpool.core.directory.tenants import REFUSALS, TenantStats
 from kvpool.core.directory.tombstones import Cause, MissReason
 
 __all__ = [
     "DISK",
     "FETCHED",
     "LEASE_MARGIN_S",
+    "REFUSALS",
     "SHM",
     "VRAM",
     "AnnouncedBlock",
@@ -52,5 +54,6 @@ __all__ = [
     "ReserveResult",
     "Segment",
     "Share",
+    "TenantStats",
     "Want",
 ]

@@ -16,6 +16,7 @@ from kvpool.core.directory import (
     lookup,
     losing,
     owning,
+    quotas,
     replicating,
     tiering,
     writing,
@@ -31,12 +32,14 @@ from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location
 from kvpool.core.directory.segments import DISK, SHM, Segment
 from kvpool.core.directory.state import DirectoryConfig, DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL
+from kvpool.core.directory.tenants import TenantStats
 from kvpool.core.directory.tombstones import Cause, MissReason
 from kvpool.core.directory.writing import Committed
 from kvpool.core.errors import CapacityError, UsageError
 from kvpool.core.keys import NO_PARENT
 from kvpool.core.limits import NAMESPACES_MAX, PAGE_BYTES, SEGMENTS_MAX
 from kvpool.core.namespace import Namespace
+from kvpool.core.tenants import TenantLimits
 from kvpool.core.units import pages_of
 
 COUNTS = (
@@ -77,7 +80,9 @@ class Directory:
         if len(state.namespaces) >= NAMESPACES_MAX:
             raise CapacityError(f"{NAMESPACES_MAX} namespaces are open, the limit; drop old ones by raising an epoch")
         slot_bytes = pages_of(namespace.block_bytes) * PAGE_BYTES
-        entry = NamespaceEntry(state.chains.add_namespace(), namespace, slot_bytes)
+        account = state.tenants.account(namespace.tenant)
+        entry = NamespaceEntry(state.chains.add_namespace(), namespace, slot_bytes, account)
+        state.blocks.owners.append(account.number)
         state.namespaces[namespace.id] = entry
         state.entries.append(entry)
 
@@ -350,19 +355,24 @@ class Directory:
         """Keep a block and its ancestors from eviction for ``ttl_s`` (soft) or until unpinned (hard).
 
         A later pin of the same block replaces an earlier one, shorter or longer.
+
+        Raises:
+            QuotaError: The block's tenant has as many blocks pinned as it may.
         """
         row = self._row(namespace_id, block_hash)
         if row == NIL:
             return False
-        until_us = FOREVER_US if ttl_s is None else self._state.now_us() + microseconds(ttl_s)
-        self._state.blocks.pinned_until_us[row] = until_us
+        now_us = self._state.now_us()
+        self._state.pins.expire(now_us)
+        self._state.pins.pin(row, FOREVER_US if ttl_s is None else now_us + microseconds(ttl_s))
         self._state.policy.changed(row)
         return True
 
     def unpin(self, namespace_id: bytes, block_hash: bytes) -> bool:
-        """Undo `pin`; leases stay as they are."""
+        """Undo `pin`; leases stay as they are. False for a block that is not pinned, or no longer."""
         row = self._row(namespace_id, block_hash)
-        if self._state.blocks.pinned_until_us.pop(row, None) is None:
+        self._state.pins.expire(self._state.now_us())
+        if not self._state.pins.unpin(row):
             return False
         self._state.policy.changed(row)
         return True
@@ -397,6 +407,28 @@ class Directory:
             matched_tokens=sum(entry.matched_blocks * entry.namespace.block_tokens for entry in entries),
             misses={reason: self._state.misses[reason] for reason in MissReason},
         )
+
+    # Tenants
+
+    def tenants(self) -> list[TenantStats]:
+        """What each tenant may hold, holds, and was refused, by name."""
+        return self._state.tenants.stats(self._state.placements.memory.capacity_bytes)
+
+    def limits(self, tenant: str) -> TenantLimits:
+        """The limits of a tenant, whether it has come or not."""
+        return self._state.tenants.limits(tenant)
+
+    def set_limits(self, tenant: str, limits: TenantLimits) -> None:
+        """Give a tenant limits of its own, from now on; `trim` brings it below a lower quota.
+
+        Raises:
+            CapacityError: Too many tenants have limits of their own.
+        """
+        self._state.tenants.set_limits(tenant, limits)
+
+    def trim(self, most: int) -> bool:
+        """Evict up to ``most`` blocks of tenants above their quota; whether there may be more to do now."""
+        return quotas.trim(self._state, most)
 
     def check_integrity(self) -> None:
         """Assert the invariants that tables, links and accounts must keep; for tests and idle times."""

@@ -11,6 +11,7 @@ from kvpool.core.directory.chains import Index
 from kvpool.core.directory.results import Location, Match
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, BlockState
+from kvpool.core.directory.tenants import LOOKUPS
 from kvpool.core.directory.tombstones import MissReason
 from kvpool.core.errors import InvalidHashError
 from kvpool.core.keys import count_hashes, hash_at
@@ -30,10 +31,12 @@ def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int,
     """See `Directory.match`."""
     blocks = _check_first(hashes, first)
     entry = state.entry(namespace_id)
-    index = state.chains.indexes[entry.number]
-    matched = visible_prefix(state, index, hashes, blocks)
     state.counts["lookups"] += 1
     entry.asked_blocks += blocks
+    if entry.account.lookups is not None and not _may_ask(state, entry):
+        return Match(0, MissReason.QUOTA)
+    index = state.chains.indexes[entry.number]
+    matched = visible_prefix(state, index, hashes, blocks)
     if lease_s > 0 and matched:
         matched = _within_cap(state, entry, index, hashes, first, matched)
     entry.matched_blocks += matched
@@ -68,6 +71,8 @@ def locate(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int
     """See `Directory.locate`."""
     blocks = _check_first(hashes, first)
     entry = state.entry(namespace_id)
+    if entry.account.lookups is not None and not _may_ask(state, entry, promised=True):
+        return Location.nothing(MissReason.QUOTA)
     index = state.chains.indexes[entry.number]
     matched = visible_prefix(state, index, hashes, blocks)
     if matched:
@@ -121,6 +126,16 @@ def _known_reason(state: DirectoryState, entry: NamespaceEntry, block_hash: byte
         unknown = MissReason.RECOVERING if state.recovering else MissReason.NODE_DOWN
         return tombstone.reason if tombstone else unknown
     return MissReason.PARENT_MISSING
+
+
+def _may_ask(state: DirectoryState, entry: NamespaceEntry, *, promised: bool = False) -> bool:
+    """Whether the tenant's rate allows a look-up now; one that was ``promised`` by a match may use what is to come."""
+    lookups = entry.account.lookups
+    if lookups is None or lookups.take(in_advance=promised):
+        return True
+    entry.account.refused[LOOKUPS] += 1
+    state.misses[MissReason.QUOTA] += 1
+    return False
 
 
 def _check_first(hashes: bytes, first: int) -> int:

@@ -1,7 +1,8 @@
 """Every metric: its name, kind, labels, who exposes it, and which question of an operator it answers.
 
 The reference page, the dashboards and the alert rules are generated from here. Names end in their unit; there are no
-rates: PromQL makes those. Labels take values of small closed sets, or name nodes, of which a pool has a limit.
+rates: PromQL makes those. Labels take values of small closed sets, or name nodes or tenants, of which a pool
+has limits.
 """
 
 from dataclasses import dataclass
@@ -122,6 +123,19 @@ _FULL = (
     _counter(
         Question.FULL, META, "kvpool_moved_blocks_total",
         "Blocks copied between nodes and tiers: all copied, of them demoted to and promoted from disks.", "way",
+    ),
+    _gauge(
+        Question.FULL, META, "kvpool_tenant_used_bytes", "Memory and disk that a tenant's blocks take.",
+        "tenant", "tier",
+    ),
+    _gauge(Question.FULL, META, "kvpool_tenant_fair_bytes", "Memory that a tenant's share comes to.", "tenant"),
+    _gauge(
+        Question.FULL, META, "kvpool_tenant_quota_bytes", "Memory that a tenant may take; +Inf: no limit.", "tenant",
+    ),
+    _gauge(Question.FULL, META, "kvpool_tenant_pins", "Blocks of a tenant that are pinned.", "tenant"),
+    _counter(
+        Question.FULL, META, "kvpool_tenant_refused_total",
+        "Refused over a tenant's limits: blocks over its bytes and its writes, pins, lookups.", "tenant", "what",
     ),
     _gauge(Question.FULL, META, "kvpool_leases", "Leases that readers hold."),
     _gauge(Question.FULL, META, "kvpool_leased_bytes", "Bytes that leases keep from eviction."),
