@@ -109,6 +109,7 @@ class Client:
             counters=dict(answer.counters),
             recovery=_recovery_status(answer.recovery),
             security=answer.security,
+            events=tuple(answer.events),
         )
 
     def drain(

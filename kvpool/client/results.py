@@ -192,6 +192,7 @@ class PoolStatus:
         counters: The directory's counts.
         recovery: How far the directory is rebuilt since the service's start.
         security: How the service is guarded: ``tls``, ``loopback`` (plaintext, for its host alone) or ``insecure``.
+        events: Where it publishes events: the stream, then replays and snapshots; empty when it does not.
     """
 
     incarnation: int
@@ -201,6 +202,7 @@ class PoolStatus:
     counters: dict[str, int]
     recovery: RecoveryStatus
     security: str = ""
+    events: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """gRPC servicers of the metadata service: they translate messages and decide nothing."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -130,12 +130,19 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         version: Of the software.
         refusals: Counts of what was refused for want of capacity, and of callers, by name.
         security: How the service is guarded.
+        events: Where it publishes events: the stream, and replays and snapshots.
     """
 
     def __init__(
-        self, service: MetaService, version: str, refusals: Callable[[], dict[str, int]], security: str = ""
+        self,
+        service: MetaService,
+        version: str,
+        refusals: Callable[[], dict[str, int]],
+        security: str = "",
+        events: Sequence[str] = (),
     ) -> None:
         self._security = security
+        self._events = events
         self._service = service
         self._version = version
         self._refusals = refusals
@@ -148,6 +155,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             incarnation=status.incarnation,
             version=self._version,
             security=self._security,
+            events=self._events,
             topology=topology_message(self._service),
             namespaces=[
                 admin_pb2.NamespaceStatus(namespace=namespace.id, document=namespace.document)
