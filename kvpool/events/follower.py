@@ -84,8 +84,7 @@ class Follower:
         self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
         self._keys = keys
         self._context = zmq.Context()
-        self._stream = self._connect(zmq.SUB, endpoint)
-        self._stream.subscribe(TOPIC)
+        self._stream = self._subscribe()
         self._asking: zmq.Socket[bytes] | None = None
         self._checked_s = 0.0
 
@@ -203,12 +202,21 @@ class Follower:
     def _answer(self, asking: "zmq.Socket[bytes]") -> list[bytes]:
         if asking.poll(round(ANSWER_S * 1e3)):
             return _receive(asking)
-        asking.close(0)  # a late answer must not be taken for that to another question
+        # A late answer must not be taken for that to another question; and ZeroMQ, once it was not let in, never tries
+        # again, though a key may have been added since.
+        asking.close(0)
         self._asking = None
+        self._stream.close(0)
+        self._stream = self._subscribe()
         raise UnavailableError(
             f"{self._replay_endpoint} does not answer: nobody is there, or it does not serve "
             + ("this key" if self._keys else "callers without a key")
         )
+
+    def _subscribe(self) -> "zmq.Socket[bytes]":
+        sock = self._connect(zmq.SUB, self._endpoint)
+        sock.subscribe(TOPIC)
+        return sock
 
     def _connect(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":
         sock = self._context.socket(kind)

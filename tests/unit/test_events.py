@@ -327,7 +327,7 @@ def test_a_file_of_followers_that_cannot_be_is_refused_by_its_line(tmp_path, lin
     path = tmp_path / "events-followers"
     path.write_text(f"# who follows\n{line}\n")
 
-    with pytest.raises(SettingsError, match="events-followers.* 40|line 2"):
+    with pytest.raises(SettingsError, match=r"events-followers.* 40|line 2"):
         Followers(path)
 
 
