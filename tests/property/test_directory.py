@@ -5,7 +5,6 @@ the order of eviction is checked against the directory's tables, through `inspec
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
-from kvpool.core.directory import Change, Copy, MissReason
+from kvpool.core.directory import Copy, MissReason
 
 from .directory_model import CHAINS, NAMESPACES, PARENTS, DirectoryModel, Tokens, Write, slot_bytes
 from .inspect_directory import hot_run, open_copies
@@ -21,11 +20,6 @@ from .inspect_directory import hot_run, open_copies
 names = st.sampled_from(("small", "small", "sharded"))
 chains = st.sampled_from(tuple(CHAINS))
 picks = st.integers(0, 1_000_000)
-
-
-def batched(changes: list[Change]) -> Iterator[tuple[Change, ...]]:
-    """Changes one by one, as `Pile` has them."""
-    return zip(*[iter(changes)] * 3, strict=True)
 
 
 class DirectoryMachine(RuleBasedStateMachine):
@@ -286,21 +280,23 @@ class DirectoryMachine(RuleBasedStateMachine):
     @invariant()
     def tells_followers_what_is_visible(self) -> None:
         """Each change is one, parents come before their children, and all parts together are what is visible."""
+        ids = [namespace.id for namespace in self.directory.namespaces()]
         changes = self.directory.following.take().changes
-        for number, block_hash, parent in batched(changes):
-            seen = self.followed[self.directory.namespaces()[number].id]
+        for number, block_hash, parent in zip(changes.namespaces, changes.hashes, changes.parents, strict=True):
+            seen = self.followed[ids[number]]
             assert (block_hash in seen) == (parent is None)
             assert not parent or parent in seen
             seen.symmetric_difference_update({block_hash})
         for namespace in NAMESPACES.values():
             assert self.followed[namespace.id] == self.pool.visible(namespace)
         first: int | None = 0
-        whole: list[Change] = []
+        found: list[tuple[bytes, bytes, bytes | None]] = []
         while first is not None:
             part = self.directory.following.visible(first, 7)
-            whole, first = whole + part.changes, part.following
-        found = {(self.directory.namespaces()[n].id, h, parent) for n, h, parent in batched(whole)}
-        assert found == {(n, h, PARENTS[h]) for n, seen in self.followed.items() for h in seen}
+            namespaces = [ids[number] for number in part.changes.namespaces]
+            found += zip(namespaces, part.changes.hashes, part.changes.parents, strict=True)
+            first = part.following
+        assert sorted(found) == sorted((n, h, PARENTS[h]) for n, seen in self.followed.items() for h in seen)
 
     @invariant()
     def accounts_for_every_byte(self) -> None:

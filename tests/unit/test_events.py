@@ -9,8 +9,8 @@ from fake_node import SmallPool, chain, make_namespace
 from zmq.utils import z85
 
 from kvpool.cli.main import main
-from kvpool.core.directory import Pile
-from kvpool.core.directory.journal import STRIDE, Journal
+from kvpool.core.directory import Changes, Pile
+from kvpool.core.directory.journal import Journal
 from kvpool.core.errors import ProtocolError, SettingsError
 from kvpool.events.index import Fit, PoolIndex
 from kvpool.meta.events import EventPublisher, stream
@@ -38,8 +38,12 @@ def removed(hashes, namespace=SMALL):
 
 
 def events(*changes):
-    flat = [part for change in changes for part in change]
-    return list(events_of(flat, [SMALL, LARGE]))
+    return list(events_of(columns(*changes), [SMALL, LARGE]))
+
+
+def columns(*changes):
+    """(namespace number, hash, parent) as columns."""
+    return Changes(*map(list, zip(*changes, strict=True)))
 
 
 def new_stream(replay_batches=100):
@@ -76,10 +80,8 @@ def test_blocks_that_go_together_are_one_event_and_order_is_kept():
 
 
 def test_a_message_has_a_limit_of_blocks_and_of_events():
-    one_chain = [
-        part for i in range(BLOCKS_MAX + 1) for part in (0, i.to_bytes(32), (i - 1).to_bytes(32) if i else b"")
-    ]
-    many_roots = [part for i in range(EVENTS_MAX + 1) for part in (0, i.to_bytes(32), b"")]
+    one_chain = columns(*[(0, i.to_bytes(32), (i - 1).to_bytes(32) if i else b"") for i in range(BLOCKS_MAX + 1)])
+    many_roots = columns(*[(0, i.to_bytes(32), b"") for i in range(EVENTS_MAX + 1)])
 
     lengths = [[len(e.block_hashes) for e in b] for b in batches_of(events_of(one_chain, [SMALL]))]
     counts = [len(batch) for batch in batches_of(events_of(many_roots, [SMALL]))]
@@ -156,7 +158,10 @@ def test_messages_are_numbered_and_begin_by_clearing_what_an_earlier_service_tol
     made = new_stream()
 
     first = made.begin()
-    second, third = (*made.advance(Pile([0, HASHES[0], b""])), *made.advance(Pile([0, HASHES[0], None])))
+    second, third = (
+        *made.advance(Pile(columns((0, HASHES[0], b"")))),
+        *made.advance(Pile(columns((0, HASHES[0], None)))),
+    )
 
     assert [first.sequence, second.sequence, third.sequence] == [1000, 1001, 1002]
     assert [told(m) for m in (first, second, third)] == [
@@ -169,13 +174,13 @@ def test_messages_are_numbered_and_begin_by_clearing_what_an_earlier_service_tol
 
 def test_the_last_messages_are_kept_by_number_and_by_bytes(monkeypatch):
     made = new_stream(replay_batches=3)
-    messages = [message for h in HASHES[:5] for message in made.advance(Pile([0, h, b""]))]
+    messages = [message for h in HASHES[:5] for message in made.advance(Pile(columns((0, h, b""))))]
     assert made.since(0) == messages[2:]
     assert made.since(messages[3].sequence) == messages[3:]
     assert made.since(messages[-1].sequence + 1) == []
 
     monkeypatch.setattr(stream, "REPLAY_BYTES_MAX", 2 * len(messages[0].payload))
-    messages += made.advance(Pile([0, HASHES[5], b""]))
+    messages += made.advance(Pile(columns((0, HASHES[5], b""))))
     assert made.since(0) == messages[-2:]
 
 
@@ -184,19 +189,19 @@ def test_changes_that_nobody_took_in_time_are_a_gap_that_no_replay_fills():
     journal = Journal(directory._state.blocks, lambda: None, most=2)
     rows = [directory._state.chains.insert(0, h, b"", 1, 0) for h in HASHES[:5]]
     for row in rows:
-        journal.stored([row])
+        journal.stored_all([row])
     pile = journal.take()
     made = new_stream()
     before = made.begin()
 
     cleared, rest = made.advance(pile)
 
-    assert (pile.lost, len(pile.changes)) == (4, STRIDE)
+    assert (pile.lost, len(pile.changes)) == (4, 1)
     assert cleared.sequence == before.sequence + 2
     assert (told(cleared), told(rest)) == ([AllBlocksCleared()], [stored([HASHES[4]])])
     assert made.since(0) == [cleared, rest]
     assert made.lost == 4
-    assert journal.take() == Pile([])
+    assert journal.take() == Pile()
 
 
 def test_whoever_takes_changes_is_woken_once_for_each_time():
@@ -206,7 +211,7 @@ def test_whoever_takes_changes_is_woken_once_for_each_time():
     pool.store(chain(0, 1))
     pool.store(chain(2))
     assert woken == [1]
-    assert len(pool.directory.following.take().changes) == 3 * STRIDE
+    assert len(pool.directory.following.take().changes) == 3
 
     pool.store(chain(3))
     assert woken == [1, 1]
@@ -215,12 +220,12 @@ def test_whoever_takes_changes_is_woken_once_for_each_time():
 def test_nothing_is_written_down_when_nobody_follows():
     pool = SmallPool(8)
     pool.store(chain(0, 1))
-    assert pool.directory.following.take() == Pile([])
+    assert pool.directory.following.take() == Pile()
 
     pool.directory.following.begin(lambda: None)
     pool.directory.following.end()
     pool.store(chain(2))
-    assert pool.directory.following.take() == Pile([])
+    assert pool.directory.following.take() == Pile()
 
 
 def test_many_blocks_that_come_and_go_at_once_are_told_of():
@@ -237,11 +242,11 @@ def test_many_blocks_that_come_and_go_at_once_are_told_of():
     pool.store(chain(0))
     back = pool.directory.following.take().changes
 
-    assert set(gone[1::STRIDE]) == {root, *(chain(0, i)[1] for i in range(50))}
-    assert set(gone[2::STRIDE]) == {None}
-    assert back[:STRIDE] == [0, root, b""]
-    assert set(back[STRIDE + 1 :: STRIDE]) == {chain(0, i)[1] for i in range(50)}
-    assert set(back[STRIDE + 2 :: STRIDE]) == {root}
+    assert set(gone.hashes) == {root, *(chain(0, i)[1] for i in range(50))}
+    assert set(gone.parents) == {None}
+    assert (back.hashes[0], back.parents[0]) == (root, b"")
+    assert set(back.hashes[1:]) == {chain(0, i)[1] for i in range(50)}
+    assert set(back.parents[1:]) == {root}
 
 
 # Who follows

@@ -7,7 +7,7 @@ from kvpool.core.directory.explaining import Explanation, Memory
 from kvpool.core.directory.following import Part
 from kvpool.core.directory.heat import HotRun
 from kvpool.core.directory.inventory import AnnouncedBlock, Inventory
-from kvpool.core.directory.journal import Change, Pile
+from kvpool.core.directory.journal import Changes, Pile
 from kvpool.core.directory.lookup import LEASE_MARGIN_S
 from kvpool.core.directory.outbox import FetchBlocks, FreeSlot, Order
 from kvpool.core.directory.results import (
@@ -34,7 +34,7 @@ __all__ = [
     "AnnouncedBlock",
     "BlockState",
     "Cause",
-    "Change",
+    "Changes",
     "CommitStatus",
     "Copy",
     "Directory",

@@ -231,7 +231,7 @@ class Chains:
         while stack:
             if len(stack) >= WIDE:
                 if self.journal is not None:
-                    self.journal.stored(stack)
+                    self.journal.stored_all(stack)
                 self._set_states(stack, BlockState.VISIBLE)
                 below = self._below(stack)
                 stack = [child for child in below if states[child] == BlockState.DORMANT and not missing[child]]
@@ -239,7 +239,7 @@ class Chains:
             row = stack.pop()
             states[row] = BlockState.VISIBLE
             if self.journal is not None:
-                self.journal.stored([row])
+                self.journal.stored(row)
             child = blocks.first_child[row]
             if child == NIL:
                 self._on_change(row)
@@ -256,7 +256,7 @@ class Chains:
             found.append(row)
             stack.extend(self.children(row))
         if found:
-            journal.stored(found)
+            journal.stored_all(found)
 
     def _below(self, rows: list[int]) -> list[int]:
         """The children of all ``rows``: many at a time, since a prompt that all share may have a million below it."""

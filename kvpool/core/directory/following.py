@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvpool.core.directory.chains import Chains
-from kvpool.core.directory.journal import Change, Journal, Pile
-from kvpool.core.directory.table import ROOT, BlockState, view
+from kvpool.core.directory.journal import Changes, Journal, Pile
+from kvpool.core.directory.table import BlockState, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +15,11 @@ class Part:
     """Part of what can be matched.
 
     Attributes:
-        changes: As in `Pile`, as if each block had just become visible.
+        changes: As if each block had just become visible.
         following: Where the next part begins; None after the last one.
     """
 
-    changes: list[Change]
+    changes: Changes
     following: int | None
 
 
@@ -40,7 +40,7 @@ class Following:
     def take(self) -> Pile:
         """What has changed since the last call."""
         journal = self._chains.journal
-        return Pile([]) if journal is None else journal.take()
+        return Pile() if journal is None else journal.take()
 
     def visible(self, first: int, most: int) -> Part:
         """The visible blocks among ``most`` rows from ``first`` on.
@@ -50,9 +50,8 @@ class Following:
         """
         blocks = self._chains.blocks
         end = min(first + most, len(blocks))
-        found: list[Change] = []
+        found = Changes()
         if first < end:
-            for row in (np.flatnonzero(view(blocks.state)[first:end] == BlockState.VISIBLE) + first).tolist():
-                parent = blocks.parent[row]
-                found += (blocks.namespace[row], blocks.hash[row], b"" if parent == ROOT else blocks.hash[parent])
+            rows = np.flatnonzero(view(blocks.state)[first:end] == BlockState.VISIBLE) + first
+            found.add_stored(blocks, rows.tolist())
         return Part(found, end if end < len(blocks) else None)

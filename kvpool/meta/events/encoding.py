@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvpool.core.directory import Change
+from kvpool.core.directory import Changes
 from kvpool.core.namespace import Namespace
 from kvpool.transport.wire.events import BlockRemoved, BlockStored, Event, ownership
 
@@ -13,23 +13,17 @@ BLOCKS_MAX = 1024
 """Blocks of one message."""
 
 
-def events_of(changes: Sequence[Change], namespaces: Sequence[Namespace]) -> Iterator[Event]:
+def events_of(changes: Changes, namespaces: Sequence[Namespace]) -> Iterator[Event]:
     """The events of a pile or a part, in order."""
-    run: list[bytes] = []
-    number, above, is_stored = -1, b"", False
-    every = iter(changes)
-    for namespace, block_hash, parent in zip(every, every, every, strict=True):
-        assert isinstance(namespace, int)
-        assert isinstance(block_hash, bytes)
-        follows = parent == run[-1] if is_stored and run else parent is None
-        if namespace != number or is_stored != (parent is not None) or not follows or len(run) == BLOCKS_MAX:
-            if run:
-                yield _event(namespaces[number], run, above, is_stored=is_stored)
-            run, number, is_stored = [], namespace, parent is not None
-            above = parent if isinstance(parent, bytes) else b""
-        run.append(block_hash)
-    if run:
-        yield _event(namespaces[number], run, above, is_stored=is_stored)
+    hashes, parents, numbers = changes.hashes, changes.parents, changes.namespaces
+    first = 0
+    for i in range(1, len(hashes) + 1):
+        if i < len(hashes) and numbers[i] == numbers[first] and i - first < BLOCKS_MAX:
+            parent = parents[i]
+            if (parents[first] is None) if parent is None else (parent == hashes[i - 1] and parents[i - 1] is not None):
+                continue
+        yield _event(namespaces[numbers[first]], hashes[first:i], parents[first])
+        first = i
 
 
 def batches_of(events: Iterator[Event]) -> Iterator[list[Event]]:
@@ -47,10 +41,10 @@ def batches_of(events: Iterator[Event]) -> Iterator[list[Event]]:
         yield batch
 
 
-def _event(namespace: Namespace, hashes: list[bytes], above: bytes, *, is_stored: bool) -> Event:
+def _event(namespace: Namespace, hashes: list[bytes], parent: bytes | None) -> Event:
     whose = ownership(namespace.id)
-    if not is_stored:
+    if parent is None:
         return BlockRemoved(block_hashes=hashes, ownership=whose)
     return BlockStored(
-        block_hashes=hashes, parent_block_hash=above or None, block_size=namespace.block_tokens, ownership=whose
+        block_hashes=hashes, parent_block_hash=parent or None, block_size=namespace.block_tokens, ownership=whose
     )

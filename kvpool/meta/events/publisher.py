@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvpool.core.directory import Directory, Part, Pile
+from kvpool.core.directory import Changes, Directory, Part, Pile
 from kvpool.core.errors import CapacityError, ProtocolError, SettingsError
 from kvpool.core.members import Members
 from kvpool.core.namespace import Namespace
@@ -218,7 +218,7 @@ class EventPublisher:
 
         def question(directory: Directory, _members: Members) -> tuple[Pile, Part, list[Namespace]]:
             following = directory.following
-            part = Part([], None) if rows is None else following.visible(*rows)
+            part = Part(Changes(), None) if rows is None else following.visible(*rows)
             self._oldest_s = self._woken_s
             return following.take(), part, directory.namespaces(self._stream.namespaces)
 

@@ -84,7 +84,7 @@ class EventStream:
             yield self._message([AllBlocksCleared()])
         for batch in batches_of(events_of(pile.changes, self._namespaces)):
             yield self._message(batch)
-        self.blocks += len(pile.changes) // 3
+        self.blocks += len(pile.changes)
 
     def since(self, sequence: int) -> list[Message]:
         """The messages from ``sequence`` on that are still kept."""
