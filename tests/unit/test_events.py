@@ -8,10 +8,13 @@ import zmq
 from fake_node import SmallPool, chain, make_namespace
 from zmq.utils import z85
 
+from kvpool.cli.events import _show
 from kvpool.cli.main import main
+from kvpool.cli.output import Format
 from kvpool.core.directory import Changes, Pile
 from kvpool.core.directory.journal import Journal
-from kvpool.core.errors import ProtocolError, SettingsError
+from kvpool.core.errors import CapacityError, ProtocolError, SettingsError
+from kvpool.events import Source, Told
 from kvpool.events.index import Fit, PoolIndex
 from kvpool.meta.events import EventPublisher, stream
 from kvpool.meta.events.admitting import admit
@@ -262,6 +265,33 @@ def test_a_message_is_next_known_or_beyond_a_gap():
     assert (index.blocks, index.expected) == (3, 12)
     index.advance([AllBlocksCleared()])
     assert index.namespaces == {}
+
+
+def test_people_are_shown_a_line_for_each_event(capsys):
+    events = [AllBlocksCleared(), stored(HASHES[1:3], HASHES[0]), removed(HASHES[1:2])]
+    _show(Told(Source.REPLAY, 7, events), Format.TEXT)
+    whose = SMALL.id.hex()[:16]
+
+    assert capsys.readouterr().out.splitlines() == [
+        "7 replay   cleared",
+        f"7 replay   stored  {whose}     2 {'01' * 8}…{'02' * 8} below {'00' * 8}",
+        f"7 replay   removed {whose}     1 {'01' * 8}",
+    ]
+
+
+def test_an_address_that_is_taken_is_refused_and_nothing_is_left_running():
+    settings = MetaSettings(grpc_port=0, framed_port=0, events_port=0)
+    service = MetaService(settings, lambda: 0.0, bytes)
+    first = EventPublisher(service, settings, TlsSettings())
+    first.start()
+    taken = MetaSettings(grpc_port=0, framed_port=0, listen="localhost", events_port=int(first.endpoint.split(":")[-1]))
+    second = EventPublisher(service, taken, TlsSettings())
+
+    with pytest.raises(CapacityError, match="cannot listen on localhost"):
+        second.start()
+    second.stop()
+    first.stop()
+    assert not first.is_alive
 
 
 # Keys

@@ -1,11 +1,12 @@
 """The stream's thread and sockets: whatever subscribers do, it waits for none of them, and nobody waits for it.
 
 XPUB sends the stream and drops what a subscriber at its high-water mark has no room for; ROUTER answers those who ask
-what they missed. Both are this thread's alone. The service calls `wake` under its lock, which writes eight bytes.
+what they missed. Both are this thread's alone. The service wakes it under its lock, by writing eight bytes.
 """
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -145,7 +146,6 @@ class EventPublisher:
         sock.set(zmq.LINGER, 0)
         sock.set(zmq.SNDHWM, messages_max)
         sock.set(zmq.SNDBUF, SEND_BUFFER_BYTES)
-        sock.set(zmq.IPV6, int(":" in self._settings.listen))
         sock.set(zmq.MAXMSGSIZE, REQUEST_FRAME_BYTES_MAX)
         sock.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         sock.set(zmq.HEARTBEAT_IVL, PING_MS)
@@ -159,8 +159,11 @@ class EventPublisher:
     def _bind(self, sock: zmq.Socket[bytes], port: int) -> str:
         host = shown_host(self._settings.listen)
         try:
-            sock.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
+            # ZeroMQ listens on addresses alone.
+            address = socket.getaddrinfo(self._settings.listen, None, type=socket.SOCK_STREAM)[0][4][0]
+            sock.set(zmq.IPV6, int(":" in str(address)))
+            sock.bind(f"tcp://{shown_host(str(address))}:{port or '*'}")
+        except (OSError, zmq.ZMQError) as error:
             raise CapacityError(f"cannot listen on {host}:{port}: {error}; choose another address") from error
         bound = sock.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         return f"tcp://{host}:{bound}"
@@ -196,22 +199,25 @@ class EventPublisher:
                     os.eventfd_read(self._wake)
                     is_due = True
                 else:
-                    with contextlib.suppress(zmq.Again):
-                        handlers[source]()
+                    is_due |= not self._do(handlers[source])
             if is_due and time.monotonic() >= next_s:
-                is_due = not self._publish()
+                is_due = not self._do(self._publish)
                 next_s = time.monotonic() + PACE_S
 
-    def _publish(self) -> bool:
-        """Tell what has changed; False when there was no memory for it."""
+    def _do(self, step: Callable[[], None]) -> bool:
+        """Do something that may tell of changes; False when there was no memory for it, and they are lost."""
         try:
-            pile, _ = self._look(None)
-            self._tell(pile)
+            with contextlib.suppress(zmq.Again):  # nothing is there to be read after all
+                step()
         except MemoryError:
             self._unsaid += 1
             log.warning("out_of_memory", what="events")
             return False
         return True
+
+    def _publish(self) -> None:
+        pile, _ = self._look(None)
+        self._tell(pile)
 
     def _look(self, rows: tuple[int, int] | None) -> tuple[Pile, Part]:
         """What has changed, and part of the whole, of one moment."""
