@@ -35,9 +35,7 @@ def publishing(folder, tls=None, **meta):
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory):
-    pki = Pki(tmp_path_factory.mktemp("pki"))
-    make_keys(pki.folder, {"admin": "kvpool://admin/admin", "observer": "kvpool://observer/watch"})
-    return pki
+    return Pki(tmp_path_factory.mktemp("pki"))
 
 
 @pytest.fixture
