@@ -33,12 +33,13 @@ names = st.sampled_from(NAMESPACES)
 class Service:
     """What of a metadata service a follower has to do with."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, set_back: bool = False) -> None:
         self.number = number
+        first_sequence = 1_000 + (-number if set_back else number)
         self.pool = SmallPool(PAGES, PAGES, namespaces=NAMESPACES)
         self.following = self.pool.directory.following
         self.following.begin(lambda: None)
-        self.stream = EventStream(number * 1_000_000, number, REPLAY_BATCHES, self.pool.clock)
+        self.stream = EventStream(first_sequence, number, REPLAY_BATCHES, self.pool.clock)
         self.stream.learn(NAMESPACES)
         self.first = self.stream.begin()
 
@@ -77,10 +78,13 @@ class FollowingMachine(RuleBasedStateMachine):
         segment.held.clear()
         self.service.pool.join(segment)
 
-    @rule(returns=st.sampled_from((0, 1, 2)))
-    def restart(self, returns: int) -> None:
-        """What was under way is lost; some of the nodes announce what they hold."""
-        before, self.service = self.service, Service(next(self.numbers))
+    @rule(returns=st.sampled_from((0, 1, 2)), set_back=st.booleans())
+    def restart(self, returns: int, set_back: bool) -> None:
+        """What was under way is lost; some of the nodes announce what they hold.
+
+        Numbers overlap with those of earlier services: clocks are set back, or do not tell one start from the next.
+        """
+        before, self.service = self.service, Service(next(self.numbers), set_back=set_back)
         self.wire = [self.service.first]
         for old, segment in list(zip(before.pool.segments, self.service.pool.segments, strict=True))[:returns]:
             segment.held, segment.last_generation = dict(old.held), old.last_generation
