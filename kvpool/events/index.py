@@ -1,6 +1,7 @@
 """What a follower knows of a pool, and up to which message: decides whether the next message fits, and does no I/O."""
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from kvpool.transport.wire.events import AllBlocksCleared, BlockStored, Event, SnapshotPart, namespace_of
@@ -34,6 +35,11 @@ class PoolIndex:
     def blocks(self) -> int:
         """How many there are."""
         return sum(map(len, self.namespaces.values()))
+
+    def prefix(self, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of a chain can be loaded: what a router asks. A block is held with all above it."""
+        known = self.namespaces.get(namespace_id, set())
+        return bisect_left(hashes, True, key=lambda block_hash: block_hash not in known)  # noqa: FBT003 - a key's value
 
     def fit(self, sequence: int) -> Fit:
         """How a message with this number fits."""

@@ -267,6 +267,16 @@ def test_a_message_is_next_known_or_beyond_a_gap():
     assert index.namespaces == {}
 
 
+@pytest.mark.parametrize("held", range(5))
+def test_a_router_asks_how_much_of_a_chain_is_held(held):
+    index = PoolIndex()
+    index.restart([SnapshotPart(7, 10, [stored(HASHES[:held])], None)])
+
+    assert index.prefix(SMALL.id, HASHES[:4]) == held
+    assert index.prefix(SMALL.id, HASHES[:2]) == min(held, 2)
+    assert index.prefix(LARGE.id, HASHES[:4]) == 0
+
+
 def test_people_are_shown_a_line_for_each_event(capsys):
     events = [AllBlocksCleared(), stored(HASHES[1:3], HASHES[0]), removed(HASHES[1:2])]
     _show(Told(Source.REPLAY, 7, events), Format.TEXT)
