@@ -26,6 +26,7 @@ _COMMANDS = {
     "status": "Show the nodes and namespaces of a pool.",
     "ping": "Store and load a few blocks and say how long it took.",
     "explain": "Say why blocks are not found.",
+    "events": "Follow what the pool holds, as it changes.",
     "verify": "Let nodes check all the blocks they hold.",
     "demo": "Run engines against a real pool and show what it saved them.",
     "demo-vllm": "Run two vLLM engines against a real pool and compare their times and answers.",

@@ -54,7 +54,8 @@ def _view(pool_status: "PoolStatus") -> RenderableType:
     headline = f"incarnation {pool_status.incarnation}, namespaces {len(pool_status.namespaces)}"
     columns = (*_COLUMNS, *(["disk"] if has_disks else []), *(["copied here"] if has_copies else []))
     tenants = [tenants_table(pool_status.tenants)] if shows_tenants(pool_status.tenants) else []
-    return Group(headline, *_security(pool_status), *_recovery(pool_status), table(columns, rows), *tenants)
+    heads = (headline, *_security(pool_status), *_recovery(pool_status), *_events(pool_status))
+    return Group(*heads, table(columns, rows), *tenants)
 
 
 def _security(pool_status: "PoolStatus") -> list[str]:
@@ -93,6 +94,16 @@ def _recovery(pool_status: "PoolStatus") -> list[str]:
     of = f" of {recovery.nodes_expected}" if recovery.nodes_expected else ""
     reported = f"{recovery.nodes_reported}{of} nodes have reported"
     return [f"recovering for {recovery.lasted_s:.1f} s: {reported}; blocks not known yet are misses"]
+
+
+def _events(pool_status: "PoolStatus") -> list[str]:
+    """A line where events are published."""
+    if not pool_status.events:
+        return []
+    counts = pool_status.counters
+    told = f"{counts['events_subscribers']} subscribers, {counts['events_messages']:,} messages"
+    untold = f"{counts['events_dropped']:,} drops, {counts['events_lost']:,} lost"
+    return [f"events at {pool_status.events[0]}: {told}, {untold}"]
 
 
 def _check_health(pool_status: "PoolStatus") -> None:

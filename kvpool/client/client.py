@@ -122,6 +122,7 @@ class Client:
             recovery=_recovery_status(answer.recovery),
             security=answer.security,
             tenants=tuple(TenantStatus.of(tenant) for tenant in answer.tenants),
+            events=tuple(answer.events),
         )
 
     def set_quota(

@@ -195,6 +195,7 @@ class PoolStatus:
         recovery: How far the directory is rebuilt since the service's start.
         security: How the service is guarded: ``tls``, ``loopback`` (plaintext, for its host alone) or ``insecure``.
         tenants: By name.
+        events: Where it publishes events: the stream, then replays and snapshots; empty when it does not.
     """
 
     incarnation: int
@@ -205,6 +206,7 @@ class PoolStatus:
     recovery: RecoveryStatus
     security: str = ""
     tenants: tuple[TenantStatus, ...] = ()
+    events: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from kvpool.core.directory import DISK, SHM, Directory, DirectoryStats, LookupStats, TenantStats
 from kvpool.core.members import Members, MemberState
@@ -10,7 +11,18 @@ from kvpool.ops.metrics import Latency
 from kvpool.ops.metrics.declared import TIERS
 from kvpool.ops.metrics.exposition import Exposition
 
+if TYPE_CHECKING:
+    from kvpool.meta.events import EventPublisher
+
 _GAUGES = ("blocks", "namespaces", "surplus_bytes", "leases", "leased_bytes", "reservations", "orders_pending")
+_EVENTS = (
+    "events_blocks",
+    "events_messages",
+    "events_dropped",
+    "events_lost",
+    "events_replays",
+    "events_snapshot_parts",
+)
 _REMOVED = {"evicted": "evicted_blocks", "expired": "expired_blocks", "lost": "lost_blocks", "bad": "bad_blocks"}
 _MOVED = {"copied": "copied_blocks", "demoted": "demoted_blocks", "promoted": "promoted_blocks"}
 
@@ -24,6 +36,7 @@ class MetaMetrics:
         refusals: Counts of what was refused, by name.
         connections: Open ones.
         unready: Why the service is not ready; empty when it is.
+        events: What publishes events, if anything does.
     """
 
     def __init__(
@@ -33,7 +46,9 @@ class MetaMetrics:
         refusals: Callable[[], dict[str, int]],
         connections: Callable[[], int],
         unready: Callable[[], str],
+        events: "EventPublisher | None" = None,
     ) -> None:
+        self._events = events
         self._service = service
         self._requests = requests
         self._refusals = refusals
@@ -51,6 +66,12 @@ class MetaMetrics:
         out.add_latencies("kvpool_meta_request_seconds", self._requests)
         out.add("kvpool_requests_in_progress", self._service.requests.inside)
         out.add("kvpool_connections", self._connections())
+        if self._events is not None:
+            counts = self._events.counts()
+            for name in _EVENTS:
+                out.add(f"kvpool_{name}_total", counts[name])
+            out.add("kvpool_events_subscribers", counts["events_subscribers"])
+            out.add("kvpool_events_lag_seconds", self._events.lag_s)
         refused = self._refusals().items()
         out.add_each("kvpool_refused_total", "what", {name.removeprefix("refused_"): n for name, n in refused})
 

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -29,6 +30,9 @@ from kvpool.ops.version import __version__
 from kvpool.transport.wire.server import FramedServer, Identity
 from kvpool.v1 import admin_pb2_grpc, directory_pb2_grpc, membership_pb2_grpc
 
+if TYPE_CHECKING:
+    from kvpool.meta.events import EventPublisher
+
 SERVICES = ("kvpool.v1.Directory", "kvpool.v1.Membership", "kvpool.v1.Admin")
 READY_SERVICES = ("kvpool.v1.Directory",)
 STOP_GRACE_S = 1.0
@@ -52,6 +56,7 @@ class MetaServer:
         token_address: ``host:port`` for callers with tokens, if there is one, once started.
         framed_address: ``host:port``, once started.
         http_address: ``host:port`` of health and metrics, once started.
+        events: Publishes events, where a port says that it should.
         uri: What clients and nodes are told: ``grpc://host:port``.
     """
 
@@ -71,6 +76,7 @@ class MetaServer:
         self.token_address = ""
         self.framed_address = ""
         self.http_address = ""
+        self.events = self._open_events(tls or TlsSettings())
         times, uses = latencies(REQUESTS.values()), Uses(self.service, self._audit)
         self._framed = FramedServer(
             Identity("meta", self.service.incarnation),
@@ -79,7 +85,9 @@ class MetaServer:
             self._authenticator,
             self._audit,
         )
-        metrics = MetaMetrics(self.service, times, self._refusals, lambda: self._framed.connections, self._unready)
+        metrics = MetaMetrics(
+            self.service, times, self._refusals, lambda: self._framed.connections, self._unready, self.events
+        )
         pages = role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready)
         self._http = HttpServer(pages, pages_guard(self._authenticator, settings))
         self._membership = MembershipServicer(self.service)
@@ -112,6 +120,8 @@ class MetaServer:
             if settings.unix_socket is not None:
                 framed.insert(0, self._framed.listen_unix(settings.unix_socket))
             self._framed.start()
+            if self.events is not None:
+                self.events.start()  # before there is anything to tell
             self._grpc = GrpcServer(
                 SERVICES,
                 lambda s: self._register(s, framed),
@@ -129,6 +139,8 @@ class MetaServer:
             if self._grpc is not None:
                 self._grpc.stop(STOP_GRACE_S)  # one that starts and is not stopped hangs at exit
             self._framed.stop()
+            if self.events is not None:
+                self.events.stop()
             raise
         self._ticker.start()
         where = {"grpc": self.grpc_address, "framed": framed, "http": self.http_address}
@@ -144,8 +156,17 @@ class MetaServer:
         self._framed.stop()
         if self._ticker.ident is not None:
             self._ticker.join()
+        if self.events is not None:
+            self.events.stop()
         self._audit.close()
         log.info("meta_stopped")
+
+    def _open_events(self, tls: TlsSettings) -> "EventPublisher | None":
+        if self.settings.events_port is None:
+            return None
+        from kvpool.meta.events import EventPublisher  # noqa: PLC0415 - ZeroMQ, which nothing else needs
+
+        return EventPublisher(self.service, self.settings, tls)
 
     def _register(self, server: grpc.Server, framed: list[str]) -> None:
         directory_pb2_grpc.add_DirectoryServicer_to_server(
@@ -153,8 +174,21 @@ class MetaServer:
         )
         membership_pb2_grpc.add_MembershipServicer_to_server(self._membership, server)
         admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminServicer(self.service, __version__, self._refusals, self.security, self._audit), server
+            AdminServicer(self.service, __version__, self._counts, self.security, self.event_endpoints, self._audit),
+            server,
         )
+
+    @property
+    def event_endpoints(self) -> list[str]:
+        """Where events are published, as others dial it: the stream, then replays and snapshots; empty: nowhere."""
+        if self.events is None:
+            return []
+        return [
+            at_host(uri, self.settings.advertise_host) for uri in (self.events.endpoint, self.events.replay_endpoint)
+        ]
+
+    def _counts(self) -> dict[str, int]:
+        return self._refusals() | (self.events.counts() if self.events is not None else {})
 
     def _refusals(self) -> dict[str, int]:
         return {
@@ -166,7 +200,8 @@ class MetaServer:
         }
 
     def _is_alive(self) -> bool:
-        return self._ticker.ident is None or self._ticker.is_alive()
+        publishes = self.events is None or self.events.is_alive
+        return self._ticker.ident is None or (self._ticker.is_alive() and publishes)
 
     def _unready(self) -> str:
         """Why clients should not come here now: they would get nothing but misses."""

@@ -360,6 +360,12 @@ class MetaService:
         with self._lock:
             return question(self._directory, self._members)
 
+    def follow(self, on_first: Callable[[], None] | None) -> None:
+        """Let somebody follow what becomes visible: see `Following`; None: nobody any more."""
+        with self._lock:
+            following = self._directory.following
+            following.end() if on_first is None else following.begin(on_first)
+
     def explain(self, namespace_id: bytes, block_hash: bytes) -> MissReason | None:
         """See `Directory.explain`."""
         with self._lock:

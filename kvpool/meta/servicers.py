@@ -1,7 +1,7 @@
 """gRPC servicers of the metadata service: they translate messages and decide nothing."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -162,6 +162,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         version: Of the software.
         refusals: Counts of what was refused for want of capacity, and of callers, by name.
         security: How the service is guarded.
+        events: Where it publishes events: the stream, and replays and snapshots.
         audit: Where it is told who changes what.
     """
 
@@ -171,10 +172,12 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         version: str,
         refusals: Callable[[], dict[str, int]],
         security: str = "",
+        events: Sequence[str] = (),
         audit: Audit | None = None,
     ) -> None:
         self._audit = audit or Audit()
         self._security = security
+        self._events = events
         self._service = service
         self._version = version
         self._refusals = refusals
@@ -187,6 +190,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             incarnation=status.incarnation,
             version=self._version,
             security=self._security,
+            events=self._events,
             topology=topology_message(self._service),
             namespaces=[
                 admin_pb2.NamespaceStatus(namespace=namespace.id, document=namespace.document)

@@ -4,10 +4,9 @@ The models are plain: `ops.sources` reads flags, the environment and files.
 """
 
 import ipaddress
-import os
 import socket
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -30,6 +29,8 @@ from kvpool.core.limits import (
 from kvpool.ops.setting_kinds import (
     AuditTo,
     Duration,
+    EventBatches,
+    EventsPort,
     HugePages,
     Mapping,
     NodeId,
@@ -40,6 +41,7 @@ from kvpool.ops.setting_kinds import (
     Size,
     SizeOrNone,
     SocketPath,
+    usual_socket,
 )
 from kvpool.ops.tenant_settings import AnyTenant, TenantsByName, TenantSettings
 
@@ -47,12 +49,6 @@ TLS_OR_INSECURE = "TLS (--tls-dir; `kvpool certs` makes one) or --insecure"
 
 TOMBSTONES_MAX = 1 << 24
 CONNECTIONS_MAX = 65_536
-
-
-def _unix_socket(data: dict[str, Any]) -> Path:
-    run_dir = os.environ.get("XDG_RUNTIME_DIR")
-    parent = Path(run_dir) / "kvpool" if run_dir else Path(f"/tmp/kvpool-{os.getuid()}")  # noqa: S108 - per user
-    return parent / f"{data['node_id']}.sock"
 
 
 def node_lock(segment_dir: Path, node_id: str) -> Path:
@@ -145,6 +141,15 @@ class MetaSettings(ServerSettings):
 
     unix_socket: SocketPath | None = None
     """Unix socket that serves the framed protocol too; none by default."""
+
+    events_port: EventsPort | None = None
+    """Port of the event stream (ZeroMQ), replays being on the next one; none by default."""
+
+    events_replay_batches: EventBatches = 10_000
+    """Event messages kept for those who missed some; whoever missed more asks for a snapshot."""
+
+    events_hwm: EventBatches = 1_000
+    """Event messages that wait for a slow subscriber; further ones are dropped for it."""
 
     requests_max: Annotated[int, Field(ge=1, le=CONNECTIONS_MAX)] = 256
     """Look-ups and reservations at work, or waiting for their turn, at a time; more are refused."""
@@ -253,7 +258,7 @@ class NodeSettings(ServerSettings):
     http_port: Port | None = None
     """Port of /healthz, /readyz and /metrics; by default 7312, or any free port where grpc_port is 0."""
 
-    unix_socket: SocketPath = Field(default_factory=_unix_socket)
+    unix_socket: SocketPath = Field(default_factory=usual_socket)
     """Unix socket for clients on this host; by default in $XDG_RUNTIME_DIR/kvpool or /tmp/kvpool-UID."""
 
     mapping: Mapping = "all"

@@ -40,6 +40,8 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.age_slack, with_disks=self.with_disks, policy=self.policy, namespaces=self.namespaces
         )
         self.directory = self.pool.directory
+        self.directory.following.begin(lambda: None)
+        self.followed: dict[bytes, set[bytes]] = {namespace.id: set() for namespace in NAMESPACES.values()}
         self.applied = {"node-0": 0, "node-1": 0}
 
     @initialize(work=st.lists(chains, min_size=2, max_size=6))
@@ -278,6 +280,27 @@ class DirectoryMachine(RuleBasedStateMachine):
                 assert self.directory.explain_block(namespace.id, block_hash).reason == reason
                 assert (reason is None) == (block_hash in visible)
                 assert (reason == MissReason.IN_FLIGHT) == (block_hash in in_flight)
+
+    @invariant()
+    def tells_followers_what_is_visible(self) -> None:
+        """Each change is one, parents come before their children, and all parts together are what is visible."""
+        ids = [namespace.id for namespace in self.directory.namespaces()]
+        changes = self.directory.following.take().changes
+        for number, block_hash, parent in zip(changes.namespaces, changes.hashes, changes.parents, strict=True):
+            seen = self.followed[ids[number]]
+            assert (block_hash in seen) == (parent is None)
+            assert not parent or parent in seen
+            seen.symmetric_difference_update({block_hash})
+        for namespace in NAMESPACES.values():
+            assert self.followed[namespace.id] == self.pool.visible(namespace)
+        first: int | None = 0
+        found: list[tuple[bytes, bytes, bytes | None]] = []
+        while first is not None:
+            part = self.directory.following.visible(first, 7)
+            namespaces = [ids[number] for number in part.changes.namespaces]
+            found += zip(namespaces, part.changes.hashes, part.changes.parents, strict=True)
+            first = part.following
+        assert sorted(found) == sorted((n, h, PARENTS[h]) for n, seen in self.followed.items() for h in seen)
 
     @invariant()
     def accounts_for_every_byte(self) -> None:

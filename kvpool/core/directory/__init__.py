@@ -4,8 +4,10 @@ from kvpool.core.directory.copies import Copy
 from kvpool.core.directory.directory import Directory
 from kvpool.core.directory.draining import Drain
 from kvpool.core.directory.explaining import Explanation, Memory
+from kvpool.core.directory.following import Part
 from kvpool.core.directory.heat import HotRun
 from kvpool.core.directory.inventory import AnnouncedBlock, Inventory
+from kvpool.core.directory.journal import Changes, Pile
 from kvpool.core.directory.lookup import LEASE_MARGIN_S
 from kvpool.core.directory.outbox import FetchBlocks, FreeSlot, Order
 from kvpool.core.directory.results import (
@@ -34,6 +36,7 @@ __all__ = [
     "AnnouncedBlock",
     "BlockState",
     "Cause",
+    "Changes",
     "CommitStatus",
     "Copy",
     "Directory",
@@ -51,6 +54,8 @@ __all__ = [
     "Memory",
     "MissReason",
     "Order",
+    "Part",
+    "Pile",
     "ReserveResult",
     "Segment",
     "Share",

@@ -25,6 +25,7 @@ from kvpool.core.directory.copies import Copy
 from kvpool.core.directory.disk import Disk
 from kvpool.core.directory.draining import Drain, Survey
 from kvpool.core.directory.explaining import Explanation, Memory
+from kvpool.core.directory.following import Following
 from kvpool.core.directory.heat import Demand, HotRun
 from kvpool.core.directory.inventory import Inventory
 from kvpool.core.directory.outbox import Order, Outbox
@@ -62,11 +63,16 @@ COUNTS = (
 
 
 class Directory:
-    """Which blocks the pool holds, where, and who may write or must free what."""
+    """Which blocks the pool holds, where, and who may write or must free what.
+
+    Attributes:
+        following: What becomes visible and what ceases to be.
+    """
 
     def __init__(self, clock: Clock, config: DirectoryConfig | None = None) -> None:
         self._state = DirectoryState(clock, config or DirectoryConfig())
         self._segments_opened = 0
+        self.following = Following(self._state.chains)
 
     def open_namespace(self, namespace: Namespace) -> None:
         """Make ``namespace`` known; opening it again changes nothing.
@@ -86,9 +92,9 @@ class Directory:
         state.namespaces[namespace.id] = entry
         state.entries.append(entry)
 
-    def namespaces(self) -> list[Namespace]:
-        """The open namespaces, oldest first."""
-        return [entry.namespace for entry in self._state.entries]
+    def namespaces(self, after: int = 0) -> list[Namespace]:
+        """The open namespaces, oldest first, without the first ``after``."""
+        return [entry.namespace for entry in self._state.entries[after:]]
 
     def namespace(self, namespace_id: bytes) -> Namespace:
         """The open namespace with this id; raises UnknownNamespaceError."""

@@ -173,6 +173,22 @@ _SLOW = (
         "direction", "transport",
     ),
     _histogram(Question.SLOW, CLIENT, "kvpool_client_seconds", "Time of each step of the client's calls."),
+    _counter(Question.SLOW, META, "kvpool_events_blocks_total", "Blocks that events said to have come or gone."),
+    _counter(Question.SLOW, META, "kvpool_events_messages_total", "Messages of events published."),
+    _counter(
+        Question.SLOW, META, "kvpool_events_dropped_total",
+        "Times that a subscriber, or who asked for a replay, had no room for a message and began to miss some.",
+    ),
+    _counter(
+        Question.SLOW, META, "kvpool_events_lost_total",
+        "Changes never published: they came faster than they could be; followers take a snapshot.",
+    ),
+    _counter(Question.SLOW, META, "kvpool_events_replays_total", "Replays asked for."),
+    _counter(Question.SLOW, META, "kvpool_events_snapshot_parts_total", "Parts of snapshots asked for."),
+    _gauge(Question.SLOW, META, "kvpool_events_subscribers", "Connections to the event stream."),
+    _gauge(
+        Question.SLOW, META, "kvpool_events_lag_seconds", "How long the oldest change of the last message had waited."
+    ),
     _counter(Question.SLOW, CLIENT, "kvpool_client_retries_total", "Calls made once more."),
     _counter(Question.SLOW, CLIENT, "kvpool_client_retries_denied_total", "Not made again: the budget was spent."),
     _counter(Question.SLOW, CLIENT, "kvpool_client_overloaded_total", "Calls that the metadata service refused."),

@@ -141,6 +141,12 @@ _SLOW = (
         Question.SLOW, "Refused, retried", "ops",
         (_rate("kvpool_refused_total", "what"), "refused {{what}}"), (_rate("kvpool_client_retries_total"), "retries"),
     ),
+    _panel(
+        Question.SLOW, "Events", "ops",
+        (_rate("kvpool_events_messages_total"), "messages"), (_rate("kvpool_events_dropped_total"), "drops"),
+        (_rate("kvpool_events_replays_total"), "replays"),
+        (_rate("kvpool_events_snapshot_parts_total"), "parts of snapshots"),
+    ),
 )  # fmt: skip
 
 _RIGHT = (
