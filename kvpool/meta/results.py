@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Self
 
-from kvpool.core.directory import DirectoryStats, ReserveResult
+from kvpool.core.directory import DirectoryStats, MissReason, NamespaceUsage, ReserveResult
 from kvpool.core.members import MemberSegment, Scrub
-from kvpool.core.namespace import Namespace
 from kvpool.core.recovery import Recovery
 from kvpool.transport.wire.messages import SegmentGrant, Topology
 
@@ -39,14 +38,23 @@ class MetaStatus:
 
     incarnation: int
     topology: Topology
-    namespaces: list[Namespace]
+    usage: list[NamespaceUsage]
+    """The open namespaces, oldest first."""
     stats: DirectoryStats
+    misses: dict[MissReason, int]
+    """Look-ups that ended early."""
     used: dict[int, tuple[int, int]]
     """(used bytes, placements) by segment number."""
     scrubs: dict[str, Scrub]
     """By node id."""
     fetched_bytes: dict[str, dict[str, int]]
     """Copied from other nodes, by node id and transport."""
+    moved_bytes: dict[str, dict[str, int]]
+    """Moved by their data planes, by node id, direction and transport."""
+    versions: dict[str, str]
+    """Of their software, by node id."""
     off: dict[str, tuple[MemberSegment, ...]]
     """Segments that failed under their nodes, by node id."""
     recovery: RecoveryStatus
+    uptime_s: float
+    """Since the service's start: when all the counts began."""

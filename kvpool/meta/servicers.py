@@ -1,14 +1,18 @@
 """gRPC servicers of the metadata service: they translate messages and decide nothing."""
 
 import dataclasses
+import time
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 
+from kvpool.core.directory import NamespaceUsage
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, NO_NUMBER, RESERVE_BLOCKS_MAX
 from kvpool.core.members import Scrub
 from kvpool.core.namespace import parse_namespace
+from kvpool.meta.blocks import block_message, find_block
 from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
 from kvpool.meta.moving import DrainProgress
 from kvpool.meta.service import MetaService
@@ -149,10 +153,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             version=self._version,
             security=self._security,
             topology=topology_message(self._service),
-            namespaces=[
-                admin_pb2.NamespaceStatus(namespace=namespace.id, document=namespace.document)
-                for namespace in status.namespaces
-            ],
+            namespaces=[_namespace(usage) for usage in status.usage],
             counters=dataclasses.asdict(status.stats) | self._refusals(),
             recovery=admin_pb2.Recovery(
                 active=status.recovery.active,
@@ -160,6 +161,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 nodes_expected=status.recovery.expected_nodes,
                 lasted_s=status.recovery.lasted_s,
             ),
+            uptime_s=status.uptime_s,
+            unix_time_s=time.time(),  # noqa: TID251 - told, not measured with
+            misses={str(reason): count for reason, count in status.misses.items()},
         )
 
     def Explain(self, request: admin_pb2.ExplainRequest, context: grpc.ServicerContext) -> admin_pb2.ExplainResponse:
@@ -174,6 +178,13 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             uptime_s=explained.uptime_s,
             joining=explained.joining,
         )
+
+    def GetBlock(self, request: admin_pb2.GetBlockRequest, context: grpc.ServicerContext) -> admin_pb2.GetBlockResponse:
+        count_hashes(request.hash, 1)
+        wanted = parse_namespace(request.document) if request.document else None
+        target = find_target(self._service, request.namespace, wanted, request.model)
+        blocks = self._service.ask(partial(find_block, target.namespaces, request.hash))
+        return admin_pb2.GetBlockResponse(blocks=map(block_message, blocks))
 
     def Pin(self, request: admin_pb2.PinRequest, context: grpc.ServicerContext) -> admin_pb2.PinResponse:
         count_hashes(request.hash, 1)
@@ -194,6 +205,20 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.CancelDrainRequest, context: grpc.ServicerContext
     ) -> admin_pb2.DrainStatus:
         return _drain_status(self._service.mover.cancel(request.node_id))
+
+
+def _namespace(usage: NamespaceUsage) -> admin_pb2.NamespaceStatus:
+    namespace = usage.namespace
+    return admin_pb2.NamespaceStatus(
+        namespace=namespace.id,
+        document=namespace.document,
+        blocks=usage.blocks,
+        size_bytes=usage.size_bytes,
+        asked_blocks=usage.asked_blocks,
+        matched_blocks=usage.matched_blocks,
+        read_bytes=usage.read_bytes,
+        stored_bytes=usage.stored_bytes,
+    )
 
 
 def _drain_status(progress: DrainProgress) -> admin_pb2.DrainStatus:
@@ -262,6 +287,8 @@ def topology_message(service: MetaService) -> common_pb2.Topology:
                 segments=segments,
                 scrub=common_pb2.Scrub(**dataclasses.asdict(status.scrubs.get(node.node_id, Scrub()))),
                 fetched_bytes=status.fetched_bytes.get(node.node_id),
+                moved_bytes=status.moved_bytes.get(node.node_id),
+                version=status.versions.get(node.node_id, ""),
             )
         )
     return common_pb2.Topology(version=topology.version, nodes=nodes)

@@ -4,7 +4,7 @@ from kvpool.core.directory.copies import Copy
 from kvpool.core.directory.directory import Directory
 from kvpool.core.directory.draining import Drain
 from kvpool.core.directory.explaining import Explanation, Memory
-from kvpool.core.directory.heat import HotRun
+from kvpool.core.directory.heat import HotHead, HotRun
 from kvpool.core.directory.inventory import AnnouncedBlock, Inventory
 from kvpool.core.directory.lookup import LEASE_MARGIN_S
 from kvpool.core.directory.outbox import FetchBlocks, FreeSlot, Order
@@ -22,6 +22,7 @@ from kvpool.core.directory.segments import DISK, FETCHED, SHM, VRAM, Segment
 from kvpool.core.directory.state import DirectoryConfig
 from kvpool.core.directory.table import BlockState
 from kvpool.core.directory.tombstones import Cause, MissReason
+from kvpool.core.directory.viewing import BlockView, HeadView, MissView, NamespaceUsage, View
 
 __all__ = [
     "DISK",
@@ -31,6 +32,7 @@ __all__ = [
     "VRAM",
     "AnnouncedBlock",
     "BlockState",
+    "BlockView",
     "Cause",
     "CommitStatus",
     "Copy",
@@ -41,6 +43,8 @@ __all__ = [
     "Explanation",
     "FetchBlocks",
     "FreeSlot",
+    "HeadView",
+    "HotHead",
     "HotRun",
     "Inventory",
     "Location",
@@ -48,9 +52,12 @@ __all__ = [
     "Match",
     "Memory",
     "MissReason",
+    "MissView",
+    "NamespaceUsage",
     "Order",
     "ReserveResult",
     "Segment",
     "Share",
+    "View",
     "Want",
 ]

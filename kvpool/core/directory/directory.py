@@ -31,6 +31,7 @@ from kvpool.core.directory.segments import DISK, SHM, Segment
 from kvpool.core.directory.state import DirectoryConfig, DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL
 from kvpool.core.directory.tombstones import Cause, MissReason
+from kvpool.core.directory.viewing import View
 from kvpool.core.directory.writing import Committed
 from kvpool.core.errors import CapacityError, UsageError
 from kvpool.core.keys import NO_PARENT
@@ -388,6 +389,11 @@ class Directory:
             matched_tokens=sum(entry.matched_blocks * entry.namespace.block_tokens for entry in entries),
             misses={reason: self._state.misses[reason] for reason in MissReason},
         )
+
+    @property
+    def view(self) -> View:
+        """What people look at."""
+        return View(self._state)
 
     def check_integrity(self) -> None:
         """Assert the invariants that tables, links and accounts must keep; for tests and idle times."""
