@@ -12,6 +12,8 @@ from kvpool.core.members import MemberState
 from kvpool.meta.framed import REQUESTS, MetaSession
 from kvpool.meta.membership import MembershipServicer
 from kvpool.meta.metrics import MetaMetrics
+from kvpool.meta.page import people_pages
+from kvpool.meta.page_state import PageState
 from kvpool.meta.service import MetaService
 from kvpool.meta.servicers import AdminServicer, DirectoryServicer
 from kvpool.ops.addresses import at_host
@@ -75,7 +77,9 @@ class MetaServer:
             self._authenticator,
         )
         metrics = MetaMetrics(self.service, times, self._refusals, lambda: self._framed.connections, self._unready)
-        self._http = HttpServer(role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready))
+        pages = role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready)
+        state = PageState(self.service, {"version": __version__, "security": self.security}, time.monotonic)
+        self._http = HttpServer(pages | people_pages(state))
         self._membership = MembershipServicer(self.service)
         self._grpc: GrpcServer | None = None
         self._stopping = threading.Event()

@@ -1,4 +1,4 @@
-"""The HTTP pages of a service: ``/healthz``, ``/readyz`` and ``/metrics``; GET, three fixed paths, nothing else.
+"""The HTTP pages of a service: `/healthz`, `/readyz`, `/metrics`, and what it adds; GET, fixed paths, nothing else.
 
 The standard library's server is enough for that: it parses requests as it has for decades, and brings no event loop
 and no framework into a process that has neither. What it lacks is added here: a limit of connections, and a time by
@@ -10,9 +10,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
@@ -47,6 +47,7 @@ class Page:
     status: HTTPStatus
     body: bytes
     content_type: str = PLAIN
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 Pages = dict[str, Callable[[], Page]]
@@ -194,6 +195,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Allow", "GET")
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))
+        for name, value in page.headers.items():
+            self.send_header(name, value)
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(page.body)
