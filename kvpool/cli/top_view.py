@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 HISTORY = 60
 BAR_CELLS_MIN, BAR_CELLS = 2, 16
 PERCENT_CELLS = 5
-FULL, NEARLY_FULL = 0.95, 0.8
+FULL = 0.95
+"""As a cache is, sooner or later: from there on what is new makes something old go."""
 
 History = deque[Frame]
 
@@ -53,12 +54,12 @@ def trouble(message: str, last: Frame, history: History, uri: str, namespaces: i
 
 
 def bar(share: float, cells: int = BAR_CELLS) -> Text:
-    """A bar that turns yellow and red as it fills."""
+    """A bar that turns yellow when it is full."""
     share = min(max(share, 0.0), 1.0)
     eighths = round(share * cells * 8)
     full, rest = divmod(eighths, 8)
     drawn = "█" * full + ("▏▎▍▌▋▊▉"[rest - 1] if rest else "")
-    style = "red" if share >= FULL else "yellow" if share >= NEARLY_FULL else "green"
+    style = "yellow" if share >= FULL else "green"
     return Text.assemble((drawn, style), ("·" * (cells - len(drawn)), "bright_black"), f" {share:4.0%}")
 
 

@@ -178,7 +178,7 @@ function spread(head, paints) {
   const whole = shares.reduce((sum, [, part]) => sum + part, 0) || 1;
   const parts = shares.map(([node, part]) => el("i", { title: node, style: { width: `${(100 * part) / whole}%`, background: colour(paints.get(node) || "--quiet") } }));
   const names = shares.map(([node, part]) => el("span", { style: { color: colour(paints.get(node) || "--quiet") } }, `${node} ${Math.round(100 * part)}%`));
-  return el("div", {}, el("div", { class: "bar" }, ...parts), el("div", { class: "spread" }, ...names));
+  return el("div", { class: "where" }, el("div", { class: "bar" }, ...parts), el("div", { class: "spread" }, ...names));
 }
 
 function drawHeads(state) {
