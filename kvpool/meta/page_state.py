@@ -2,12 +2,15 @@
 
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvpool.core.clock import Clock
-from kvpool.core.directory import HeadView, MissView, NamespaceUsage
+from kvpool.core.directory import Directory, HeadView, HotHead, MissReason, MissView, NamespaceUsage
+from kvpool.core.members import Members
+from kvpool.meta.looking import namespace_usage
 from kvpool.meta.results import MetaStatus
 from kvpool.meta.service import MetaService
 
@@ -53,23 +56,29 @@ def page_record(service: MetaService) -> dict[str, Any]:
     status = service.status()
     demand = service.ask(lambda directory, _: directory.demand())
     heads = demand.heads(HEADS_MAX)
-    seen, misses = service.ask(
-        lambda directory, _: ([directory.view.head(head) for head in heads], directory.view.misses())
-    )
+    seen, latest, misses = service.ask(partial(_ask, heads))
+    usage = namespace_usage(service)
     return {
         "incarnation": f"{status.incarnation:x}",
         "uptime_s": status.uptime_s,
         "recovery": status.recovery,
         "counters": status.stats,
-        "misses": status.misses,
+        "misses": misses,
         "nodes": list(_nodes(status)),
-        "namespaces": [_namespace(usage) for usage in _largest(status.usage, NAMESPACES_MAX)],
-        "namespaces_total": len(status.usage),
-        "tenants": _tenants(status.usage),
-        "traffic": _sums(status.usage),
+        "namespaces": [_namespace(usage) for usage in _largest(usage, NAMESPACES_MAX)],
+        "namespaces_total": len(usage),
+        "tenants": _tenants(usage),
+        "traffic": _sums(usage),
         "heads": [_head(head) for head in seen if head is not None],
-        "latest_misses": [_miss(miss) for miss in misses],
+        "latest_misses": [_miss(miss) for miss in latest],
     }
+
+
+def _ask(
+    heads: list[HotHead], directory: Directory, _: Members
+) -> tuple[list[HeadView | None], list[MissView], dict[MissReason, int]]:
+    view = directory.view
+    return [view.head(head) for head in heads], view.misses(), directory.misses()
 
 
 def _nodes(status: MetaStatus) -> Iterable[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from kvpool.core.directory import DirectoryStats, MissReason, NamespaceUsage, ReserveResult
+from kvpool.core.directory import DirectoryStats, ReserveResult
 from kvpool.core.members import MemberSegment, Scrub
 from kvpool.core.recovery import Recovery
 from kvpool.transport.wire.messages import SegmentGrant, Topology
@@ -38,11 +38,7 @@ class MetaStatus:
 
     incarnation: int
     topology: Topology
-    usage: list[NamespaceUsage]
-    """The open namespaces, oldest first."""
     stats: DirectoryStats
-    misses: dict[MissReason, int]
-    """Look-ups that ended early."""
     used: dict[int, tuple[int, int]]
     """(used bytes, placements) by segment number."""
     scrubs: dict[str, Scrub]

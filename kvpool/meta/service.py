@@ -360,9 +360,7 @@ class MetaService:
             return MetaStatus(
                 incarnation=self.incarnation,
                 topology=topology,
-                usage=self._directory.view.usage(),
                 stats=self._directory.stats(),
-                misses=self._directory.lookup_stats().misses,
                 used={s.number: (s.used_bytes, s.blocks) for s in self._directory.segments()},
                 scrubs={member.node_id: member.scrub for member in self._members},
                 fetched_bytes={member.node_id: member.fetched_bytes for member in self._members},

@@ -12,8 +12,8 @@ from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, NO_NUMBER, RESERVE_BLOCKS_MAX
 from kvpool.core.members import Scrub
 from kvpool.core.namespace import parse_namespace
-from kvpool.meta.blocks import block_message, find_block
 from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
+from kvpool.meta.looking import block_message, find_block, namespace_usage
 from kvpool.meta.moving import DrainProgress
 from kvpool.meta.service import MetaService
 from kvpool.ops.identity import principal_of
@@ -148,12 +148,13 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> admin_pb2.GetStatusResponse:
         status = self._service.status()
+        misses = self._service.ask(lambda directory, _: directory.misses())
         return admin_pb2.GetStatusResponse(
             incarnation=status.incarnation,
             version=self._version,
             security=self._security,
             topology=topology_message(self._service),
-            namespaces=[_namespace(usage) for usage in status.usage],
+            namespaces=map(_namespace, namespace_usage(self._service)),
             counters=dataclasses.asdict(status.stats) | self._refusals(),
             recovery=admin_pb2.Recovery(
                 active=status.recovery.active,
@@ -163,7 +164,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             ),
             uptime_s=status.uptime_s,
             unix_time_s=time.time(),  # noqa: TID251 - told, not measured with
-            misses={str(reason): count for reason, count in status.misses.items()},
+            misses={str(reason): count for reason, count in misses.items()},
         )
 
     def Explain(self, request: admin_pb2.ExplainRequest, context: grpc.ServicerContext) -> admin_pb2.ExplainResponse:

@@ -387,8 +387,12 @@ class Directory:
         return LookupStats(
             asked_tokens=sum(entry.asked_blocks * entry.namespace.block_tokens for entry in entries),
             matched_tokens=sum(entry.matched_blocks * entry.namespace.block_tokens for entry in entries),
-            misses={reason: self._state.misses[reason] for reason in MissReason},
+            misses=self.misses(),
         )
+
+    def misses(self) -> dict[MissReason, int]:
+        """Look-ups that ended early, by why."""
+        return {reason: self._state.misses[reason] for reason in MissReason}
 
     @property
     def view(self) -> View:

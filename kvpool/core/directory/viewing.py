@@ -12,6 +12,7 @@ from kvpool.core.directory.heat import HotHead
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
 from kvpool.core.directory.tombstones import MissReason
+from kvpool.core.limits import NAMESPACES_MAX
 from kvpool.core.namespace import Namespace
 
 CHILDREN_MAX = 100
@@ -153,9 +154,9 @@ class View:
             copies=tuple(self._copy(placement) for placement in state.placements.of_block(row)),
         )
 
-    def usage(self) -> list[NamespaceUsage]:
-        """Each namespace, oldest first."""
-        return [self._usage(entry) for entry in self._state.entries]
+    def usage(self, begin: int = 0, most: int = NAMESPACES_MAX) -> list[NamespaceUsage]:
+        """Namespaces from the ``begin``-th on, oldest first, at most so many."""
+        return [self._usage(entry) for entry in self._state.entries[begin : begin + most]]
 
     def head(self, head: HotHead) -> HeadView | None:
         """What `Demand.heads` found, as far as it is there still."""

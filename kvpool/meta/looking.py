@@ -1,11 +1,30 @@
-"""One block, as operators are told of it."""
+"""What people look at, asked of the service in parts that hold it for a moment each, and told over the wire."""
 
 import math
 from collections.abc import Iterable
+from functools import partial
 
-from kvpool.core.directory import BlockView, Directory
+from kvpool.core.directory import BlockView, Directory, NamespaceUsage
 from kvpool.core.members import Members
+from kvpool.meta.service import MetaService
 from kvpool.v1 import admin_pb2
+
+NAMESPACES_AT_ONCE = 256
+"""How many are asked for while the service is held: less than a millisecond."""
+
+
+def namespace_usage(service: MetaService) -> list[NamespaceUsage]:
+    """What each namespace holds, oldest first."""
+    found: list[NamespaceUsage] = []
+    while True:
+        part = service.ask(partial(_usage, len(found)))
+        found += part
+        if len(part) < NAMESPACES_AT_ONCE:
+            return found
+
+
+def _usage(begin: int, directory: Directory, _: Members) -> list[NamespaceUsage]:
+    return directory.view.usage(begin, NAMESPACES_AT_ONCE)
 
 
 def find_block(namespaces: Iterable[bytes], block_hash: bytes, directory: Directory, _: Members) -> list[BlockView]:
