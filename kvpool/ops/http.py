@@ -24,6 +24,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from kvpool.core.errors import CapacityError
 from kvpool.ops.addresses import shown_host
 from kvpool.ops.logging import get_logger
+from kvpool.ops.settings import is_loopback
 
 CONNECTIONS_MAX = 16
 """Served at a time; more are closed."""
@@ -114,6 +115,7 @@ class _Server(ThreadingMixIn, TCPServer):
     def __init__(self, address: tuple[str, int], pages: Pages) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.pages = pages
+        self.for_this_host = is_loopback(address[0])
         self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._stopping = threading.Event()
         super().__init__(address, _Handler)
@@ -167,7 +169,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         page = self.server.pages.get(self.path)
-        if page is None:
+        if self.server.for_this_host and not _names_this_host(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
+        elif page is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
             self._answer(page())
@@ -218,6 +222,12 @@ class _Timed(io.RawIOBase):
             raise TimeoutError("the request took too long")
         self._sock.settimeout(left_s)
         return self._sock.recv_into(buffer)
+
+
+def _names_this_host(host: str) -> bool:
+    """Whether a request to a listener on loopback means it: a browser also sends what a name of others led here."""
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    return not host or is_loopback(name.strip("[]"))
 
 
 def _verdict(why_not: str) -> Page:

@@ -145,6 +145,29 @@ def test_top_prints_one_frame_where_there_is_no_terminal(run, record, stored):
     assert frame["status"]["nodes"][0]["node_id"] == "n0"
 
 
+def test_what_moves_through_sockets_is_told_by_transport(pool, record, rng):
+    keyspace, chain = open_blocks(pool.connect("tcp")), random_chain(2)
+    keyspace.store(chain, list(random_blocks(rng, 2)))
+    assert keyspace.load(chain, blank(2)).loaded == 2
+
+    def moved():
+        [frame] = record("stat", "--count=1")
+        return frame["moved_bytes_per_s"]
+
+    eventually(lambda: {"in tcp", "out tcp"} <= set(moved()))
+
+
+def test_completion_names_the_commands(monkeypatch, capsys):
+    monkeypatch.setenv("_KVPOOL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "kvpool st")
+    monkeypatch.setenv("COMP_CWORD", "1")
+
+    with contextlib.suppress(SystemExit):
+        main([])
+
+    assert capsys.readouterr().out.split() == ["status", "stat"]
+
+
 @pytest.mark.parametrize("arguments", [["stat", "-i", "0s"], ["top", "--interval=never"], ["stat", "--count=0"]])
 def test_what_cannot_be_is_a_usage_error(run, arguments):
     assert run(*arguments)[0] == 2
