@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 NIXL := --no-deps 'nixl-cu12>=1.5,<2'
 
 .PHONY: setup setup-vllm demo demo-vllm test test-vllm test-compose image lint unit property simulation integration \
-	redteam soak bench bench-vllm gpu docs-generated clean
+	redteam soak bench bench-vllm gpu docs-generated screenshots clean
 
 setup: .venv/.ready
 
@@ -81,6 +81,10 @@ test-compose: setup
 # Pages, dashboards and alert rules that are made of the metrics' declarations.
 docs-generated: setup
 	$(BIN)/python -m kvpool.ops.metrics
+
+# Pictures of the page and of `kvpool top`, of a real pool with engines at work; needs chromium, and two minutes.
+screenshots: setup
+	$(BIN)/python -m docs.images.render
 
 bench-vllm: setup-vllm
 	$(VLLM_BIN)/kvpool bench vllm

@@ -39,6 +39,7 @@ from kvpool.cli.bench_recovery import recovery_views
 from kvpool.cli.bench_trace import trace as replay_trace
 from kvpool.cli.bench_vllm import vllm_views
 from kvpool.cli.output import Format, FormatOption, emit, table, target
+from kvpool.cli.progress import progress
 from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
 from kvpool.core.errors import UsageError
 from kvpool.core.units import format_size, parse_size
@@ -297,10 +298,12 @@ def _recovery_rows(blocks: int, workloads: Iterable[Workload]) -> Iterator[Row]:
 def _show(rows: Iterable[Row], output: Format) -> list[Row]:
     """JSON: each row as soon as it is measured; text: one table for each kind of row. Returns the rows."""
     done: list[Row] = []
-    for row in rows:
-        done.append(row)
-        if output is Format.JSON:
-            emit(row, output, "")
+    with progress("rows measured", None, shown=output is Format.TEXT) as on_row:
+        for row in rows:
+            done.append(row)
+            on_row()
+            if output is Format.JSON:
+                emit(row, output, "")
     if output is Format.TEXT:
         for view in (
             _transfers(done),

@@ -77,6 +77,7 @@ def _banner(settings: Settings, uri: str, http_uri: str) -> str:
         "pool": uri,
         "capacity": f"{format_size(node.capacity_bytes)} in {node.device if node.vram else node.segment_dir}",
         "transports": ", ".join(_transports(settings)),
+        "page": f"{http_uri}/",
         "metrics": f"{http_uri}/metrics",
         "in Python": _connect(settings, uri),
         "in vLLM": f'vllm serve MODEL --kv-transfer-config "$({_vllm_config(settings, uri)})"',

@@ -14,6 +14,7 @@ from kvpool.client.nodes import Nodes
 from kvpool.client.results import (
     ClientStats,
     DrainStatus,
+    NamespaceStatus,
     NodeStatus,
     PoolStatus,
     RecoveryStatus,
@@ -114,6 +115,10 @@ class Client:
             incarnation=answer.incarnation,
             version=answer.version,
             namespaces={n.namespace.hex(): n.document.decode() for n in answer.namespaces},
+            usage=tuple(map(_namespace_status, answer.namespaces)),
+            misses=dict(answer.misses),
+            uptime_s=answer.uptime_s,
+            unix_time_s=answer.unix_time_s,
             nodes=tuple(
                 _node_status(node, names.get(node.incarnation), carriers.get(node.incarnation, ""))
                 for node in answer.topology.nodes
@@ -290,6 +295,20 @@ def _node_status(node: common_pb2.Node, transport: str | None, carrier: str) -> 
         segments=segments,
         scrub=Scrub.of(node.scrub),
         fetched_bytes=dict(node.fetched_bytes),
+        moved_bytes=dict(node.moved_bytes),
+        version=node.version,
+    )
+
+
+def _namespace_status(message: admin_pb2.NamespaceStatus) -> NamespaceStatus:
+    return NamespaceStatus(
+        namespace=message.namespace.hex(),
+        blocks=message.blocks,
+        size_bytes=message.size_bytes,
+        asked_blocks=message.asked_blocks,
+        matched_blocks=message.matched_blocks,
+        read_bytes=message.read_bytes,
+        stored_bytes=message.stored_bytes,
     )
 
 

@@ -106,6 +106,10 @@ class MetaClient:
         """Why blocks can or cannot be matched; raises KvpoolError."""
         return self._ask(self._admin.Explain, request, deadline)
 
+    def block(self, request: admin_pb2.GetBlockRequest, deadline: Deadline) -> admin_pb2.GetBlockResponse:
+        """What the directory knows of a block; raises KvpoolError."""
+        return self._ask(self._admin.GetBlock, request, deadline)
+
     def drain(self, node_id: str, drain_timeout_s: float, deadline: Deadline, *, stay: bool) -> admin_pb2.DrainStatus:
         """Begin to drain a node, or go on with it; raises UsageError for a node that is not there."""
         request = admin_pb2.DrainNodeRequest(node_id=node_id, timeout_ms=int(drain_timeout_s * 1000), stay=stay)

@@ -37,6 +37,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
     "/kvpool.v1.Membership/Commit": _NODE,
     "/kvpool.v1.Admin/GetStatus": _WATCHERS,
     "/kvpool.v1.Admin/Explain": _WATCHERS,
+    "/kvpool.v1.Admin/GetBlock": _WATCHERS,
     "/kvpool.v1.Admin/Pin": _OWNERS,
     "/kvpool.v1.Admin/Unpin": _OWNERS,
     "/kvpool.v1.Admin/Drain": _ADMIN,

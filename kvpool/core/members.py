@@ -79,6 +79,8 @@ class Member:
         numbers: Directory numbers of its segments, in order.
         scrub: As it said last.
         fetched_bytes: Copied from other nodes, by transport; as it said last.
+        version: Of its software, as it said.
+        moved_bytes: Moved by its data plane, by direction and transport; as it said last.
         drains: Whether it is to take no new blocks.
         quiet: Whether it has said nothing for so long that nothing is placed on it.
         leaves: Whether it may end.
@@ -97,6 +99,8 @@ class Member:
     numbers: list[int] = field(default_factory=list)
     scrub: Scrub = field(default_factory=Scrub)
     fetched_bytes: dict[str, int] = field(default_factory=dict)
+    version: str = ""
+    moved_bytes: dict[str, int] = field(default_factory=dict)
     drains: bool = False
     quiet: bool = False
     leaves: bool = False

@@ -13,6 +13,8 @@ from kvpool.core.members import MemberState
 from kvpool.meta.framed import REQUESTS, MetaSession
 from kvpool.meta.membership import MembershipServicer
 from kvpool.meta.metrics import MetaMetrics
+from kvpool.meta.page import people_pages
+from kvpool.meta.page_state import PageState
 from kvpool.meta.service import MetaService
 from kvpool.meta.servicers import AdminServicer, DirectoryServicer
 from kvpool.meta.using import Uses
@@ -89,7 +91,8 @@ class MetaServer:
             self.service, times, self._refusals, lambda: self._framed.connections, self._unready, self.events
         )
         pages = role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready)
-        self._http = HttpServer(pages, pages_guard(self._authenticator, settings))
+        state = PageState(self.service, {"version": __version__, "security": self.security}, time.monotonic)
+        self._http = HttpServer(pages | people_pages(state), pages_guard(self._authenticator, settings))
         self._membership = MembershipServicer(self.service)
         self._grpc: GrpcServer | None = None
         self._stopping = threading.Event()

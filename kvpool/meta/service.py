@@ -258,6 +258,7 @@ class MetaService:
         scrub: Scrub | None = None,
         segments: Sequence[common_pb2.Segment] = (),
         fetched_bytes: Mapping[str, int] | None = None,
+        moved_bytes: Mapping[str, int] | None = None,
     ) -> None:
         """A heartbeat, or any other sign of life; ``segments`` are the node's as it sees them now."""
         with self._lock:
@@ -268,6 +269,8 @@ class MetaService:
                 member.scrub = scrub
             if fetched_bytes is not None:
                 member.fetched_bytes = dict(fetched_bytes)
+            if moved_bytes is not None:
+                member.moved_bytes = dict(moved_bytes)
             for segment in self._losses.failing(member, segments):
                 self._members.turned_off(member, segment)
 
@@ -389,14 +392,16 @@ class MetaService:
             return MetaStatus(
                 incarnation=self.incarnation,
                 topology=topology,
-                namespaces=self._directory.namespaces(),
                 stats=self._directory.stats(),
                 used={s.number: (s.used_bytes, s.blocks) for s in self._directory.segments()},
                 scrubs={member.node_id: member.scrub for member in self._members},
                 fetched_bytes={member.node_id: member.fetched_bytes for member in self._members},
+                moved_bytes={member.node_id: member.moved_bytes for member in self._members},
+                versions={member.node_id: member.version for member in self._members},
                 off={member.node_id: member.off for member in self._members},
                 recovery=RecoveryStatus.of(self._recovery),
                 tenants=self._directory.tenants(),
+                uptime_s=self.clock() - self.started_s,
             )
 
     def tick(self) -> None:

@@ -1,17 +1,21 @@
 """gRPC servicers of the metadata service: they translate messages and decide nothing."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import grpc
 
 from kvpool.core.access import require_tenant
+from kvpool.core.directory import NamespaceUsage
 from kvpool.core.errors import ForbiddenError
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, NO_NUMBER, RESERVE_BLOCKS_MAX
 from kvpool.core.members import Scrub
 from kvpool.core.namespace import parse_namespace
 from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
+from kvpool.meta.looking import block_message, find_block, namespace_usage
 from kvpool.meta.moving import DrainProgress
 from kvpool.meta.quotas import limits_named, tenant_message
 from kvpool.meta.service import MetaService
@@ -186,6 +190,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> admin_pb2.GetStatusResponse:
         status, tenant = self._service.status(), principal_of(context).tenant
+        misses = self._service.ask(lambda directory, _: directory.misses())
         return admin_pb2.GetStatusResponse(
             incarnation=status.incarnation,
             version=self._version,
@@ -193,9 +198,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             events=self._events,
             topology=topology_message(self._service),
             namespaces=[
-                admin_pb2.NamespaceStatus(namespace=namespace.id, document=namespace.document)
-                for namespace in status.namespaces
-                if tenant in (None, namespace.tenant)
+                _namespace(usage)
+                for usage in namespace_usage(self._service)
+                if tenant in (None, usage.namespace.tenant)
             ],
             # Counts are of all tenants' blocks and calls together: what moves them says what others do.
             counters=dataclasses.asdict(status.stats) | self._refusals() if tenant is None else {},
@@ -210,6 +215,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 for stats in status.tenants
                 if tenant in (None, stats.name)
             ],
+            uptime_s=status.uptime_s,
+            unix_time_s=time.time(),  # noqa: TID251 - told, not measured with
+            misses={str(reason): count for reason, count in misses.items()} if tenant is None else {},
         )
 
     def Explain(self, request: admin_pb2.ExplainRequest, context: grpc.ServicerContext) -> admin_pb2.ExplainResponse:
@@ -225,6 +233,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             uptime_s=explained.uptime_s,
             joining=explained.joining,
         )
+
+    def GetBlock(self, request: admin_pb2.GetBlockRequest, context: grpc.ServicerContext) -> admin_pb2.GetBlockResponse:
+        count_hashes(request.hash, 1)
+        wanted = parse_namespace(request.document) if request.document else None
+        tenant = principal_of(context).tenant
+        target = find_target(self._service, request.namespace, wanted, request.model, tenant)
+        blocks = self._service.ask(partial(find_block, target.namespaces, request.hash))
+        return admin_pb2.GetBlockResponse(blocks=map(block_message, blocks))
 
     def Pin(self, request: admin_pb2.PinRequest, context: grpc.ServicerContext) -> admin_pb2.PinResponse:
         count_hashes(request.hash, 1)
@@ -276,6 +292,20 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 def _visible(service: MetaService, namespace_id: bytes, context: grpc.ServicerContext) -> bytes:
     """See `MetaService.visible`."""
     return service.visible(namespace_id, principal_of(context).tenant)
+
+
+def _namespace(usage: NamespaceUsage) -> admin_pb2.NamespaceStatus:
+    namespace = usage.namespace
+    return admin_pb2.NamespaceStatus(
+        namespace=namespace.id,
+        document=namespace.document,
+        blocks=usage.blocks,
+        size_bytes=usage.size_bytes,
+        asked_blocks=usage.asked_blocks,
+        matched_blocks=usage.matched_blocks,
+        read_bytes=usage.read_bytes,
+        stored_bytes=usage.stored_bytes,
+    )
 
 
 def _drain_status(progress: DrainProgress) -> admin_pb2.DrainStatus:
@@ -344,6 +374,8 @@ def topology_message(service: MetaService) -> common_pb2.Topology:
                 segments=segments,
                 scrub=common_pb2.Scrub(**dataclasses.asdict(status.scrubs.get(node.node_id, Scrub()))),
                 fetched_bytes=status.fetched_bytes.get(node.node_id),
+                moved_bytes=status.moved_bytes.get(node.node_id),
+                version=status.versions.get(node.node_id, ""),
             )
         )
     return common_pb2.Topology(version=topology.version, nodes=nodes)

@@ -225,6 +225,7 @@ class NodeServer:
             self._scrub,
             copier,
             self._on_leave,
+            self._meter.moved_by_way,
         )
         for store in self.store.tiers:
             if isinstance(store, FetchingStore):
@@ -297,6 +298,7 @@ class NodeServer:
             segments=self._control.segments(),
             scrub=self._scrub(),
             fetched_bytes=self._copier.fetched_bytes(),
+            moved_bytes=self._meter.moved_by_way(),
         )
 
     def _scrub(self) -> common_pb2.Scrub:

@@ -1,4 +1,4 @@
-"""The HTTP pages of a service: ``/healthz``, ``/readyz`` and ``/metrics``; GET, three fixed paths, nothing else.
+"""The HTTP pages of a service: `/healthz`, `/readyz`, `/metrics`, and what it adds; GET, fixed paths, nothing else.
 
 The standard library's server is enough for that: it parses requests as it has for decades, and brings no event loop
 and no framework into a process that has neither. What it lacks is added here: a limit of connections, and a time by
@@ -12,9 +12,9 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
@@ -29,6 +29,7 @@ from kvpool.ops.addresses import shown_host
 from kvpool.ops.authentication import Authenticator, bearer_token
 from kvpool.ops.handshakes import peer_identities
 from kvpool.ops.logging import get_logger
+from kvpool.ops.settings import is_loopback
 
 CONNECTIONS_MAX = 16
 """Served at a time; more are closed."""
@@ -52,6 +53,7 @@ class Page:
     status: HTTPStatus
     body: bytes
     content_type: str = PLAIN
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 Pages = dict[str, Callable[[], Page]]
@@ -126,6 +128,7 @@ class _Server(ThreadingMixIn, TCPServer):
         self.authenticator = authenticator
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.pages = pages
+        self.for_this_host = is_loopback(address[0])
         self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._stopping = threading.Event()
         super().__init__(address, _Handler)
@@ -197,6 +200,8 @@ class _Handler(BaseHTTPRequestHandler):
         refusal = None if self.path in OPEN_PAGES else self._refusal()
         if refusal is not None:
             self._answer(refusal)
+        elif self.server.for_this_host and not _names_this_host(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
         elif page is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
@@ -239,6 +244,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Allow", "GET")
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))
+        for name, value in page.headers.items():
+            self.send_header(name, value)
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(page.body)
@@ -260,6 +267,12 @@ class _Timed(io.RawIOBase):
             raise TimeoutError("the request took too long")
         self._sock.settimeout(left_s)
         return self._sock.recv_into(buffer)
+
+
+def _names_this_host(host: str) -> bool:
+    """Whether a request to a listener on loopback means it: a browser also sends what a name of others led here."""
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    return not host or is_loopback(name.strip("[]"))
 
 
 def _verdict(why_not: str) -> Page:

@@ -31,6 +31,7 @@ OBSERVED = {
     "/kvpool.v1.Directory/GetPool",
     "/kvpool.v1.Admin/GetStatus",
     "/kvpool.v1.Admin/Explain",
+    "/kvpool.v1.Admin/GetBlock",
     "/kvpool.v1.Admin/GetDrain",
     "/kvpool.v1.StoreNode/Stat",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",

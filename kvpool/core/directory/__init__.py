@@ -5,7 +5,7 @@ from kvpool.core.directory.directory import Directory
 from kvpool.core.directory.draining import Drain
 from kvpool.core.directory.explaining import Explanation, Memory
 from kvpool.core.directory.following import Part
-from kvpool.core.directory.heat import HotRun
+from kvpool.core.directory.heat import HotHead, HotRun
 from kvpool.core.directory.inventory import AnnouncedBlock, Inventory
 from kvpool.core.directory.journal import Changes, Pile
 from kvpool.core.directory.lookup import LEASE_MARGIN_S
@@ -25,6 +25,7 @@ from kvpool.core.directory.state import DirectoryConfig
 from kvpool.core.directory.table import BlockState
 from kvpool.core.directory.tenants import REFUSALS, TenantStats
 from kvpool.core.directory.tombstones import Cause, MissReason
+from kvpool.core.directory.viewing import BlockView, HeadView, MissView, NamespaceUsage, View
 
 __all__ = [
     "DISK",
@@ -35,6 +36,7 @@ __all__ = [
     "VRAM",
     "AnnouncedBlock",
     "BlockState",
+    "BlockView",
     "Cause",
     "Changes",
     "CommitStatus",
@@ -46,6 +48,8 @@ __all__ = [
     "Explanation",
     "FetchBlocks",
     "FreeSlot",
+    "HeadView",
+    "HotHead",
     "HotRun",
     "Inventory",
     "Location",
@@ -53,6 +57,8 @@ __all__ = [
     "Match",
     "Memory",
     "MissReason",
+    "MissView",
+    "NamespaceUsage",
     "Order",
     "Part",
     "Pile",
@@ -60,5 +66,6 @@ __all__ = [
     "Segment",
     "Share",
     "TenantStats",
+    "View",
     "Want",
 ]

@@ -35,6 +35,7 @@ from kvpool.core.directory.state import DirectoryConfig, DirectoryState, Namespa
 from kvpool.core.directory.table import NIL
 from kvpool.core.directory.tenants import TenantStats
 from kvpool.core.directory.tombstones import Cause, MissReason
+from kvpool.core.directory.viewing import View
 from kvpool.core.directory.writing import Committed
 from kvpool.core.errors import CapacityError, UsageError
 from kvpool.core.keys import NO_PARENT
@@ -411,7 +412,7 @@ class Directory:
         return LookupStats(
             asked_tokens=sum(entry.asked_blocks * entry.namespace.block_tokens for entry in entries),
             matched_tokens=sum(entry.matched_blocks * entry.namespace.block_tokens for entry in entries),
-            misses={reason: self._state.misses[reason] for reason in MissReason},
+            misses=self.misses(),
         )
 
     # Tenants
@@ -435,6 +436,15 @@ class Directory:
     def trim(self, most: int) -> bool:
         """Evict up to ``most`` blocks of tenants above their quota; whether there may be more to do now."""
         return quotas.trim(self._state, most)
+
+    def misses(self) -> dict[MissReason, int]:
+        """Look-ups that ended early, by why."""
+        return {reason: self._state.misses[reason] for reason in MissReason}
+
+    @property
+    def view(self) -> View:
+        """What people look at."""
+        return View(self._state)
 
     def check_integrity(self) -> None:
         """Assert the invariants that tables, links and accounts must keep; for tests and idle times."""

@@ -77,6 +77,11 @@ class LeaseLedger:
         leased = self._by_row.get(row)
         return leased.size_bytes if leased is not None else 0
 
+    def count(self, row: int) -> int:
+        """Leases on ``row``."""
+        leased = self._by_row.get(row)
+        return len(leased.numbers) if leased is not None else 0
+
     def until_us(self, row: int) -> int:
         """How long the leases on ``row`` hold it."""
         leased = self._by_row.get(row)

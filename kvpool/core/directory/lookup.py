@@ -9,7 +9,7 @@ from kvpool.core.clock import microseconds
 from kvpool.core.directory import tiering
 from kvpool.core.directory.chains import Index
 from kvpool.core.directory.results import Location, Match
-from kvpool.core.directory.state import DirectoryState, NamespaceEntry
+from kvpool.core.directory.state import DirectoryState, LatestMiss, NamespaceEntry
 from kvpool.core.directory.table import NIL, BlockState
 from kvpool.core.directory.tenants import LOOKUPS
 from kvpool.core.directory.tombstones import MissReason
@@ -54,6 +54,8 @@ def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int,
     reason = _reason(state, entry, hashes, matched, blocks)
     if reason is not None:
         state.misses[reason] += 1
+        missing = hash_at(hashes, matched)
+        state.latest_misses.append(LatestMiss(state.now_us(), entry.number, missing, reason, matched, blocks))
     return Match(matched, reason, lease)
 
 
@@ -78,7 +80,9 @@ def locate(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int
     if matched:
         state.blocks.last_use_us[index[hash_at(hashes, matched - 1)]] = state.now_us()
     reason = _reason(state, entry, hashes, matched, blocks)
-    return _gather(state, index, hashes, first, max(matched, first), shard, reason)
+    location = _gather(state, index, hashes, first, max(matched, first), shard, reason)
+    entry.read_shards += location.blocks * (entry.namespace.shards if shard is None else 1)
+    return location
 
 
 def visible_prefix(state: DirectoryState, index: Index, hashes: bytes, blocks: int) -> int:

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvpool.core.clock import Clock, microseconds
 from kvpool.core.directory.chains import Chains
@@ -26,6 +27,9 @@ from kvpool.core.tenants import UNLIMITED, TenantLimits
 
 FREED_MAX = 1024
 """Orders a grant carries at most; all of them travel on the control stream too."""
+
+LATEST_MISSES_MAX = 64
+"""Look-ups that ended early remembered, for people to look at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,21 @@ class NamespaceEntry:
     """Blocks that look-ups asked for since the service's start."""
     matched_blocks: int = 0
     """Of these, blocks that were there."""
+    read_shards: int = 0
+    """Shards of blocks that readers were told where to find."""
+    stored_shards: int = 0
+    """Shards of blocks that writers committed."""
+
+
+class LatestMiss(NamedTuple):
+    """A look-up that ended early: the block that was missing, why, and how many of those asked for were there."""
+
+    at_us: int
+    namespace: int
+    missing: bytes
+    reason: MissReason
+    matched: int
+    asked: int
 
 
 class DirectoryState:
@@ -89,6 +108,7 @@ class DirectoryState:
         self.counts: Counter[str] = Counter()
         self.misses: Counter[MissReason] = Counter()
         """Look-ups that ended before their chain did, by why."""
+        self.latest_misses: deque[LatestMiss] = deque(maxlen=LATEST_MISSES_MAX)
         self.blocks = BlockTable()
         self.policy = create_policy(config.policy, self.blocks)
         self.leases = LeaseLedger(config.epoch << 32)

@@ -81,6 +81,7 @@ def commit(
             blocks.last_use_us[row] = now_us
             state.chains.complete(row)
         statuses.append(CommitStatus.COMMITTED)
+    state.entries[reservation.namespace].stored_shards += statuses.count(CommitStatus.COMMITTED)
     return statuses
 
 
