@@ -1,4 +1,4 @@
-"""The shipped Helm chart, rendered by the real helm: the one installed, or that of a package for AWS, which carries it."""
+"""The shipped Helm chart, rendered by the real helm: the one installed, or the one that a package for AWS carries."""
 
 import io
 import shutil
