@@ -1,6 +1,7 @@
 """Fenced blocks of the documentation, and what is to be done with each.
 
-A block of `console` (its commands begin with ``$``) or `python` is run, `text` is what a program says. A comment in the line above says otherwise:
+A block of `console` (its commands begin with ``$``) or `python` is run; `text` is what a program says. A comment in the
+line above says otherwise:
 
     <!-- not run: WHY -->      cannot be here
     <!-- stays -->             runs on, until the page ends, once it has printed what the block shows
