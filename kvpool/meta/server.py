@@ -23,6 +23,7 @@ from kvpool.ops.metrics import latencies
 from kvpool.ops.metrics.declared import META
 from kvpool.ops.metrics.exposition import new_registry
 from kvpool.ops.settings import MetaSettings, TlsSettings
+from kvpool.ops.tracing import open_tracer
 from kvpool.ops.version import __version__
 from kvpool.transport.wire.server import FramedServer, Identity
 from kvpool.v1 import admin_pb2_grpc, directory_pb2_grpc, membership_pb2_grpc
@@ -63,6 +64,7 @@ class MetaServer:
                 "tokens are for a port of their own: name both tls.tokens and meta.token_port, or neither"
             )
         self.service = MetaService(settings, time.monotonic, os.urandom, self._recovered)
+        self._tracer = open_tracer("meta", os.environ)
         self.grpc_address = ""
         self.token_address = ""
         self.framed_address = ""
@@ -73,6 +75,7 @@ class MetaServer:
             lambda _number, _local: MetaSession(self.service, times),
             settings.connections_max,
             self._authenticator,
+            self._tracer,
         )
         metrics = MetaMetrics(self.service, times, self._refusals, lambda: self._framed.connections, self._unready)
         self._http = HttpServer(role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready))
@@ -107,6 +110,7 @@ class MetaServer:
                 streams_max=settings.nodes_max,
                 reflection_on=settings.reflection,
                 authenticator=self._authenticator,
+                tracer=self._tracer,
             )
             if settings.token_port is not None:
                 self.token_address = self._grpc.listen_for_tokens(settings.listen, settings.token_port)
@@ -132,6 +136,7 @@ class MetaServer:
         self._framed.stop()
         if self._ticker.ident is not None:
             self._ticker.join()
+        self._tracer.close()
         log.info("meta_stopped")
 
     def _register(self, server: grpc.Server, framed: list[str]) -> None:

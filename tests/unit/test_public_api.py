@@ -57,7 +57,7 @@ NAMES = [
 
 METHODS = {
     "Client": {"namespace", "status", "stats", "collector", "drain", "drain_status", "cancel_drain", "close"},
-    "Keyspace": {"match", "release", "load", "store", "reserve", "write", "abort"},
+    "Keyspace": {"match", "release", "load", "store", "reserve", "write", "abort", "tracer"},
 }
 """All that these classes let callers do."""
 

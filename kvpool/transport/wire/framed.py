@@ -11,6 +11,7 @@ from contextlib import suppress
 from kvpool.core.errors import CapacityError
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX
 from kvpool.ops.failpoints import failpoint
+from kvpool.ops.tracing import carried
 from kvpool.transport.blocks import rest_of
 from kvpool.transport.wire.frame import HEADER_BYTES, Header, pack_header, parse_header
 from kvpool.transport.wire.messages import Message, decode, encode
@@ -39,6 +40,7 @@ class FramedSocket:
         sock: The socket.
         identities: Whom the peer has proven to be: none, without TLS.
         greeted: Whether the peer, being a caller, has said Hello.
+        trace: The trace context of the message that was received last; empty without one.
     """
 
     identities: tuple[str, ...] = ()
@@ -49,6 +51,7 @@ class FramedSocket:
         """When the exchange at hand must be over; looked at when a system call did less than it was asked for."""
         self._armed_s = -1.0
         self.greeted = False
+        self.trace = ""
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -77,11 +80,12 @@ class FramedSocket:
                 f"{type(message).__name__} of {len(body)} bytes; the limit is {FRAME_BODY_BYTES_MAX}: name fewer blocks"
             )
         payload_bytes = sum(len(piece) for piece in payload)
-        header = pack_header(Header(message.kind, correlation, deadline_ms, len(body), payload_bytes))
+        trace = carried().encode()
+        header = pack_header(Header(message.kind, correlation, deadline_ms, len(body), payload_bytes, len(trace)))
         if payload:
-            self._send_buffers([memoryview(header + body), *payload])
+            self._send_buffers([memoryview(header + trace + body), *payload])
         else:
-            self._send_all(header + body)
+            self._send_all(header + trace + body)
 
     def receive_header(self) -> Header:
         """The next frame's header, checked."""
@@ -105,7 +109,8 @@ class FramedSocket:
         return parse_header(header)
 
     def receive_body(self, header: Header) -> Message:
-        """The message of the frame whose header was just received."""
+        """The message of the frame whose header was just received; its trace context is in `trace`."""
+        self.trace = self._receive_trace(header.trace_bytes) if header.trace_bytes else ""
         try:
             body = bytearray(header.body_bytes)
         except MemoryError:
@@ -113,6 +118,11 @@ class FramedSocket:
             raise
         self.receive_into(memoryview(body))
         return decode(header.kind, body)
+
+    def _receive_trace(self, size_bytes: int) -> str:
+        trace = bytearray(size_bytes)
+        self.receive_into(memoryview(trace))
+        return trace.decode("ascii", errors="replace")
 
     def receive_into(self, view: memoryview) -> None:
         """Fill ``view`` from the stream."""

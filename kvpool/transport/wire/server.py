@@ -19,6 +19,7 @@ from kvpool.core.principals import Principal, anyone
 from kvpool.ops.addresses import shown_host
 from kvpool.ops.authentication import Authenticator
 from kvpool.ops.logging import get_logger
+from kvpool.ops.tracing import Tracer
 from kvpool.transport.wire.accepting import accept, meet, shown_peer, turn_away
 from kvpool.transport.wire.frame import Header
 from kvpool.transport.wire.framed import Buffers, FramedSocket
@@ -130,6 +131,7 @@ class FramedServer:
             whether it came over a Unix socket.
         connections_max: Further connections are refused and counted.
         authenticator: Who may come over TCP, with TLS; None: anybody, in plaintext.
+        tracer: Records what is served for callers who record their requests.
     """
 
     def __init__(
@@ -138,7 +140,9 @@ class FramedServer:
         open_session: Callable[[int, bool], Session],
         connections_max: int,
         authenticator: Authenticator | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer or Tracer()
         self._identity = identity
         self._open_session = open_session
         self._connections_max = connections_max
@@ -365,7 +369,8 @@ class FramedServer:
         if not framed.greeted:
             raise ProtocolError(f"{type(request).__name__} before Hello: a connection begins with that")
         try:
-            return session.handle(request, payload)
+            with self._tracer.serve(f"kvpool.serve.{request.step}", framed.trace):
+                return session.handle(request, payload)
         except ProtocolError:
             raise
         except KvpoolError as error:
