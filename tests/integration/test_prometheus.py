@@ -67,6 +67,7 @@ def prometheus(pool, tmp_path_factory):
         address = next(found[1] for found in listening if found)
         reader = threading.Thread(target=process.stderr.read)  # it must not block on a full pipe
         reader.start()
+        eventually(lambda: ask(address, "/-/ready").status == 200)
         yield Prometheus(address)
         process.terminate()
         reader.join()
