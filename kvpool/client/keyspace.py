@@ -24,6 +24,7 @@ from kvpool.core.keys import NO_PARENT, HashesLike, pack_hashes
 from kvpool.core.limits import HASH_BYTES, LEASE_S_MAX, MATCH_BLOCKS_MAX
 from kvpool.core.namespace import Namespace
 from kvpool.ops.failpoints import failpoint
+from kvpool.ops.tracing import Tracer
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.wire.messages import (
     Done,
@@ -57,6 +58,11 @@ class Keyspace:
         self._grants = GrantBook()
         self._took = {kind: client._counters.times[step].observe for kind, step in _STEPS.items()}
 
+    @property
+    def tracer(self) -> Tracer:
+        """What records the client's steps, for steps of the caller's own around them."""
+        return self._client._tracer
+
     def match(
         self, hashes: HashesLike, *, first: int = 0, lease_s: float = 0.0, timeout_s: float | None = None
     ) -> Match:
@@ -78,15 +84,10 @@ class Keyspace:
         _check_first(first, packed)
         lease_ms = _lease_ms(lease_s)
         deadline = self._client._deadline(timeout_s)
-        try:
-            reply = self._call(MatchRequest(self.namespace.id, packed, first, lease_ms), MatchReply, deadline)
-        except UsageError:
-            raise
-        except KvpoolError as error:
-            self._client._counters.missed([miss_reason(error)])
-            return Match(0, miss_reason(error), asked=False)
-        failpoint("client.match.after_answer")
-        return Match(reply.blocks, MissReason(reply.reason) if reply.reason else None, reply.lease)
+        with self.tracer.span("kvpool.match", blocks=len(packed) // HASH_BYTES) as span:
+            matched = self._match(MatchRequest(self.namespace.id, packed, first, lease_ms), deadline)
+            span.set(matched_blocks=matched.blocks, miss_reason=matched.reason or "")
+        return matched
 
     def release(self, matched: Match, *, timeout_s: float | None = None) -> None:
         """End the lease of a match early, once its blocks are loaded; without it the lease runs out by itself."""
@@ -122,7 +123,12 @@ class Keyspace:
         self._check_shard(shard)
         destinations = blocks_of(buffers, self.namespace.block_bytes, writable=True)
         packed = self._slice(hashes, first, len(destinations))
-        return load_blocks(self, packed, destinations, first, shard, self._client._deadline(timeout_s))
+        deadline = self._client._deadline(timeout_s)
+        with self.tracer.span("kvpool.load", blocks=len(destinations), shard=shard) as span:
+            loaded = load_blocks(self, packed, destinations, first, shard, deadline)
+            reason = next(filter(None, loaded.reasons), "")
+            span.set(loaded_blocks=loaded.loaded, loaded_bytes=loaded.size_bytes, miss_reason=reason)
+        return loaded
 
     def store(
         self,
@@ -150,7 +156,11 @@ class Keyspace:
             )
         sources = blocks_of(buffers, self.namespace.block_bytes, writable=False)
         packed = self._slice(hashes, first, len(sources))
-        return store_blocks(self, packed, sources, first, self._client._deadline(timeout_s))
+        deadline = self._client._deadline(timeout_s)
+        with self.tracer.span("kvpool.store", blocks=len(sources)) as span:
+            stored = store_blocks(self, packed, sources, first, deadline)
+            span.set(stored_blocks=stored.stored, existing_blocks=stored.existing, refused_blocks=stored.refused)
+        return stored
 
     def reserve(
         self,
@@ -219,6 +229,17 @@ class Keyspace:
     def _open(self, deadline: Deadline) -> None:
         """Make the namespace known to the service; done for the caller when the service has restarted."""
         self._client._meta.open_namespace(self.namespace.document, deadline)
+
+    def _match(self, request: MatchRequest, deadline: Deadline) -> Match:
+        try:
+            reply = self._call(request, MatchReply, deadline)
+        except UsageError:
+            raise
+        except KvpoolError as error:
+            self._client._counters.missed([miss_reason(error)])
+            return Match(0, miss_reason(error), asked=False)
+        failpoint("client.match.after_answer")
+        return Match(reply.blocks, MissReason(reply.reason) if reply.reason else None, reply.lease)
 
     def _call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool = True) -> Reply:
         """A hot call about this namespace, which is opened again if the service has forgotten it."""

@@ -23,7 +23,15 @@ from kvpool.ops.failpoints import failpoint
 from kvpool.transport import ReadBatch, ReadStatus, Transport
 from kvpool.transport.blocks import Blocks
 from kvpool.transport.deadline import Deadline
-from kvpool.transport.wire.messages import Done, LocateReply, LocateRequest, NodeInfo, ReportBadRequest, unpack
+from kvpool.transport.wire.messages import (
+    Done,
+    LocateReply,
+    LocateRequest,
+    NodeInfo,
+    ReportBadRequest,
+    SegmentInfo,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from kvpool.client.keyspace import Keyspace
@@ -69,7 +77,8 @@ def load_blocks(
     """See `Keyspace.load`; ``packed`` ends with the last block wanted."""
     client = keyspace._client
     steps = [range(i, min(i + STEP_BLOCKS, len(destinations))) for i in range(0, len(destinations), STEP_BLOCKS)]
-    calls = [partial(_locate, keyspace, packed, first, step, shard, deadline) for step in steps]
+    follow = client._tracer.follow
+    calls = [follow(partial(_locate, keyspace, packed, first, step, shard, deadline)) for step in steps]
     reasons: list[MissReason | None] = []
     for step, located in zip(steps, client._streams.ahead(calls), strict=True):
         if isinstance(located, MissReason):
@@ -89,6 +98,11 @@ def load_blocks(
     return LoadResult(loaded, tuple(reasons), reasons.count(None) * keyspace.namespace.block_bytes)
 
 
+def _whence(node: NodeInfo, segment: SegmentInfo, transport: Transport) -> dict[str, str]:
+    """Where blocks are read from, for traces."""
+    return {"node": node.node_id, "tier": segment.medium, "transport": transport.name}
+
+
 def miss_reason(error: KvpoolError) -> MissReason:
     """What a failure on the data path means to the caller."""
     if isinstance(error, OverloadedError):
@@ -100,13 +114,14 @@ def _locate(
     keyspace: "Keyspace", packed: bytes, first: int, step: range, shard: int, deadline: Deadline
 ) -> LocateReply | MissReason:
     """Where the blocks of ``step`` lie, or why nobody can say; raises UsageError."""
-    meta = keyspace._client._meta
+    meta, tracer = keyspace._client._meta, keyspace._client._tracer
     upto = packed[: (first + step.stop) * HASH_BYTES]
     request = LocateRequest(
         keyspace.namespace.id, upto, first + step.start, shard, meta.topology.version, keyspace._grants.version
     )
     try:
-        reply = keyspace._call(request, LocateReply, deadline)
+        with tracer.span("kvpool.locate", blocks=len(step)):
+            reply = keyspace._call(request, LocateReply, deadline)
     except UsageError:
         raise
     except KvpoolError as error:
@@ -186,7 +201,10 @@ class _Load:
             transport = client._nodes.transport(node, deadline, Use.READ)
             batch = self._batch(node, segment.segment_id, copies, blocks, self._destinations.select(blocks))
             failpoint("client.read.before_copy")
-            with client._nodes.reading(node, len(blocks) * batch.block_bytes):
+            with (
+                client._nodes.reading(node, len(blocks) * batch.block_bytes),
+                client._tracer.span("kvpool.read", **_whence(node, segment, transport), blocks=len(blocks)),
+            ):
                 began_s = time.perf_counter()
                 statuses = read_batch(transport, batch, segment.medium, deadline)
                 client._counters.times["read"].observe(time.perf_counter() - began_s)
@@ -198,11 +216,13 @@ class _Load:
         failed = ReadStatus.FAILED in statuses or ReadStatus.LATE in statuses
         client._nodes.judge(node, Use.READ, deadline, failed=failed)
         way = DISK if segment.medium == DISK else transport.name
-        self._take(way, segment.segment_id, copies, blocks, statuses)
-        for i in np.flatnonzero(np.frombuffer(statuses, np.uint8) == ReadStatus.BAD).tolist():
-            with suppress(KvpoolError):  # the client is closing
-                if self._again(transport, node, segment.segment_id, copies, blocks, i) == ReadStatus.BAD:
-                    self._report(segment.segment_id, blocks[i], copies, i)
+        verified, bad = statuses.count(ReadStatus.OK), statuses.count(ReadStatus.BAD)
+        with client._tracer.span("kvpool.verify", verified_blocks=verified, bad_blocks=bad):
+            self._take(way, segment.segment_id, copies, blocks, statuses)
+            for i in np.flatnonzero(np.frombuffer(statuses, np.uint8) == ReadStatus.BAD).tolist():
+                with suppress(KvpoolError):  # the client is closing
+                    if self._again(transport, node, segment.segment_id, copies, blocks, i) == ReadStatus.BAD:
+                        self._report(segment.segment_id, blocks[i], copies, i)
 
     def _again(
         self, transport: Transport, node: NodeInfo, segment_id: bytes, copies: _Copies, blocks: list[int], i: int

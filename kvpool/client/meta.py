@@ -27,6 +27,8 @@ from kvpool.core.tenants import LIMITS
 from kvpool.ops.addresses import split_address
 from kvpool.ops.channels import Channels
 from kvpool.ops.credentials import Credentials
+from kvpool.ops.grpc_server import TRACE_KEY
+from kvpool.ops.tracing import carried
 from kvpool.transport.backoff import full_jitter
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
@@ -210,7 +212,8 @@ class MetaClient:
     def _ask(self, method: Callable[..., Answer], request: object, deadline: Deadline) -> Answer:
         """A gRPC call; raises what it stands for."""
         try:
-            return method(request, timeout=deadline.left_s())
+            trace = carried()
+            return method(request, timeout=deadline.left_s(), metadata=[(TRACE_KEY, trace)] if trace else None)
         except grpc.RpcError as error:
             raise self._failure(error, deadline) from error
         except ValueError as error:  # what gRPC says of a closed channel

@@ -52,7 +52,9 @@ def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: byte
     meta = keyspace._client._meta
     request = ReserveRequest(keyspace.namespace.id, packed, first, parent, 0, meta.topology.version)
     # Asking again could reserve twice; the first answer's places would only come back at their deadline.
-    reply = keyspace._call(request, ReserveReply, deadline, again=False)
+    with keyspace._client._tracer.span("kvpool.reserve", blocks=len(packed) // HASH_BYTES - first) as span:
+        reply = keyspace._call(request, ReserveReply, deadline, again=False)
+        span.set(reservation=reply.reservation)
     meta.learn(reply.topology)
     failpoint("client.put.after_reserve")
     missing_from = None if reply.missing_from == NONE_INDEX else reply.missing_from
@@ -161,7 +163,7 @@ class _Store:
         """Reserve step by step; each item writes one."""
         for start in range(0, len(self._sources), self._step):
             reservation = self._reserve(start)
-            yield partial(self._write, reservation, start)
+            yield self._keyspace._client._tracer.follow(partial(self._write, reservation, start))
             if reservation.missing_from is not None or Want.NO_ROOM in reservation.wants:
                 return  # what follows in the chain finds no parent
 
@@ -221,9 +223,12 @@ def _write_segment(
             )
             for grant, some in zip(grants, blocks, strict=True)
         ]
-        began_s = time.perf_counter()
-        statuses = transport.write(batches, deadline)
-        client._counters.times["write"].observe(time.perf_counter() - began_s)
+        where = {"node": node.node_id, "transport": transport.name}
+        count = sum(map(len, blocks))
+        with client._tracer.span("kvpool.write", **where, reservation=reservation.number, blocks=count):
+            began_s = time.perf_counter()
+            statuses = transport.write(batches, deadline)
+            client._counters.times["write"].observe(time.perf_counter() - began_s)
     except KvpoolError:
         return [bytearray([WriteStatus.FAILED]) * len(some) for some in blocks]
     client._nodes.judge(node, Use.WRITE, deadline, failed=any(WriteStatus.FAILED in status for status in statuses))

@@ -28,6 +28,7 @@ from kvpool.ops.metrics import latencies
 from kvpool.ops.metrics.declared import META
 from kvpool.ops.metrics.exposition import new_registry
 from kvpool.ops.settings import MetaSettings, TlsSettings
+from kvpool.ops.tracing import open_tracer
 from kvpool.ops.version import __version__
 from kvpool.transport.wire.server import FramedServer, Identity
 from kvpool.v1 import admin_pb2_grpc, directory_pb2_grpc, membership_pb2_grpc
@@ -74,6 +75,7 @@ class MetaServer:
         self._audit = open_audit(settings.audit, authenticated=self._authenticator is not None)
         self.service = MetaService(settings, time.monotonic, os.urandom, self._recovered)
         self.service.reads.is_on = self._authenticator is not None
+        self._tracer = open_tracer("meta", os.environ)
         self.grpc_address = ""
         self.token_address = ""
         self.framed_address = ""
@@ -86,6 +88,7 @@ class MetaServer:
             settings.connections_max,
             self._authenticator,
             self._audit,
+            self._tracer,
         )
         metrics = MetaMetrics(
             self.service, times, self._refusals, lambda: self._framed.connections, self._unready, self.events
@@ -132,6 +135,7 @@ class MetaServer:
                 reflection_on=settings.reflection,
                 authenticator=self._authenticator,
                 audit=self._audit,
+                tracer=self._tracer,
             )
             if settings.token_port is not None:
                 self.token_address = self._grpc.listen_for_tokens(settings.listen, settings.token_port)
@@ -162,6 +166,7 @@ class MetaServer:
         if self.events is not None:
             self.events.stop()
         self._audit.close()
+        self._tracer.close()
         log.info("meta_stopped")
 
     def _open_events(self, tls: TlsSettings) -> "EventPublisher | None":

@@ -40,6 +40,7 @@ from kvpool.ops.logging import get_logger
 from kvpool.ops.metrics.declared import NODE
 from kvpool.ops.metrics.exposition import new_registry
 from kvpool.ops.settings import NodeSettings, TlsSettings
+from kvpool.ops.tracing import open_tracer
 from kvpool.transport import inproc
 from kvpool.transport.ucx.process import UcxProcess
 from kvpool.transport.ucx.shared import devices_for
@@ -96,6 +97,7 @@ class NodeServer:
         self._meter = NodeMeter()
         self._audit: Audit
         self._guard: Guard
+        self._tracer = open_tracer("node", os.environ)
         self._framed: FramedServer
         self._grpc: GrpcServer
         self._control: Control
@@ -108,6 +110,7 @@ class NodeServer:
             UnavailableError: The metadata service did not take the node in within ``join_timeout_s``.
         """
         with ExitStack() as undo:
+            undo.callback(self._tracer.close)
             self._open_store(undo)
             self._listen(undo)
             self._join(undo)
@@ -185,6 +188,7 @@ class NodeServer:
             settings.connections_max,
             self._authenticator,
             audit,
+            self._tracer,
         )
         undo.callback(self._framed.stop)
         tcp_uri = self._framed.listen_tcp(settings.listen, settings.data_port)
@@ -207,7 +211,9 @@ class NodeServer:
 
     def _join(self, undo: ExitStack) -> None:
         settings = self.settings
-        server = self._grpc = GrpcServer(SERVICES, self._register, authenticator=self._authenticator, audit=self._audit)
+        server = self._grpc = GrpcServer(
+            SERVICES, self._register, authenticator=self._authenticator, audit=self._audit, tracer=self._tracer
+        )
         undo.callback(lambda: server.stop(STOP_GRACE_S))  # first: one that starts and is not stopped hangs at exit
         self.grpc_address = server.start(settings.listen, settings.grpc_port)
         self._endpoints.append(at_host(f"grpc://{self.grpc_address}", settings.advertise_host))

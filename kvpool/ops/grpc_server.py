@@ -18,6 +18,7 @@ from kvpool.ops.authentication import Authenticator
 from kvpool.ops.grpc_tls import server_credentials
 from kvpool.ops.identity import Authenticated
 from kvpool.ops.logging import get_logger
+from kvpool.ops.tracing import Tracer
 
 MESSAGE_BYTES_MAX = FRAME_BODY_BYTES_MAX
 CALLS_MAX = 128
@@ -28,6 +29,9 @@ SPARE_CALLS = 32
 
 ERROR_KEY = "kvpool-error"
 """Trailing metadata that names the class of `kvpool.core.errors` a failed call stands for."""
+
+TRACE_KEY = "traceparent"
+"""Metadata of a call that is part of a step that its caller records."""
 
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 30_000),
@@ -79,6 +83,7 @@ class GrpcServer:
         reflection_on: Whether to describe them to anyone who asks.
         authenticator: Who may call, over TLS; None: anybody, in plaintext.
         audit: Where refusals are told.
+        tracer: Records calls of those who record their requests.
 
     Attributes:
         calls: Who is let in; counts those who were not.
@@ -93,6 +98,7 @@ class GrpcServer:
         reflection_on: bool = False,
         authenticator: Authenticator | None = None,
         audit: Audit | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._authenticator = authenticator
         self._guards = [Authenticated(authenticator, _abort, audit or Audit())] if authenticator else []
@@ -103,7 +109,7 @@ class GrpcServer:
             ThreadPoolExecutor(threads, "kvpool-grpc"),
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=threads,
-            interceptors=[*self._guards, _Admitted(self.calls)],
+            interceptors=[*self._guards, _Admitted(self.calls, tracer or Tracer())],
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -158,8 +164,9 @@ class GrpcServer:
 class _Admitted(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses unary calls without a deadline, or with one above the limit, and those of too many at a time."""
 
-    def __init__(self, calls: Admission) -> None:
+    def __init__(self, calls: Admission, tracer: Tracer) -> None:
         self._calls = calls
+        self._tracer = tracer
 
     def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401 - grpc's
         handler = continuation(details)
@@ -175,7 +182,7 @@ class _Admitted(grpc.ServerInterceptor):  # type: ignore[type-arg]
                     f"the call needs a deadline of at most {DEADLINE_S_MAX:g} s; set a timeout",
                 )
             try:
-                with self._calls:
+                with self._calls, self._tracer.serve(f"kvpool.serve.{details.method}", _trace_of(context)):
                     return inner(request, context)
             except KvpoolError as error:
                 _abort(context, error)
@@ -185,6 +192,10 @@ class _Admitted(grpc.ServerInterceptor):  # type: ignore[type-arg]
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no memory for this call now")
 
         return grpc.unary_unary_rpc_method_handler(checked, handler.request_deserializer, handler.response_serializer)
+
+
+def _trace_of(context: grpc.ServicerContext) -> str:
+    return next((str(value) for key, value in context.invocation_metadata() if key == TRACE_KEY), "")
 
 
 def _abort(context: grpc.ServicerContext, error: KvpoolError) -> None:

@@ -18,7 +18,8 @@ BLOCKS, BLOCK_BYTES = 32, 64 << 10
 def answer(what: str, seed: int, transports: str, timeout_s: float) -> dict[str, object]:
     hashes = [hashlib.sha256(f"{seed}/{i}".encode()).digest() for i in range(BLOCKS)]
     content = np.random.default_rng(seed).integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8)
-    with kvpool.connect(transports=transports.split(","), timeout_s=timeout_s, uri="grpc://metadata:7300") as pool:
+    tls = kvpool.TlsSettings(dir="/certs")
+    with kvpool.connect("grpc://metadata:7300", transports=transports.split(","), timeout_s=timeout_s, tls=tls) as pool:
         if what == "nodes":
             return {"nodes": {node.node_id: node.state for node in pool.status().nodes}}
         keyspace = pool.namespace(kvpool.Namespace(model="compose", block_tokens=16, block_bytes=BLOCK_BYTES))

@@ -58,6 +58,10 @@ class Stack:
     def compose(self, *arguments: str) -> str:
         return self._run("docker-compose", "-p", self.project, "-f", str(ROOT / "docker-compose.yml"), *arguments)
 
+    def inside(self, service: str, *command: str) -> str:
+        """What a command says in a service's container."""
+        return self._docker("exec", self.name(service), *command)
+
     def name(self, service: str) -> str:
         return self.compose("ps", "-q", service).strip()
 

@@ -56,6 +56,19 @@ def test_containers_may_do_no_more_than_they_must(stack):
         assert all(place["HostIp"] == "127.0.0.1" for places in published.values() for place in places)
 
 
+def test_everybody_proves_who_he_is(stack):
+    status = json.loads(stack.compose("run", "--rm", "client", "status", "--format", "json"))
+    assert status["security"] == "tls"
+
+    without = ["run", "--rm", "-e", "KVPOOL_TLS__DIR=", "client", "status"]
+    with pytest.raises(AssertionError, match="it speaks TLS"):
+        stack.compose(*without)
+    for service in ("metadata", *NODES):
+        listed = stack.inside(service, "ls", "/certs")
+        assert "ca.pem" in listed
+        assert "ca-key.pem" not in listed
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_block_goes_to_any_client_by_any_way(stack, stored, transport):
     answers = loads(stack, stored, transports=transport)

@@ -33,6 +33,7 @@ from kvpool.core.namespace import Namespace, parse_namespace
 from kvpool.core.slots import SlotState
 from kvpool.core.units import parse_duration, parse_size
 from kvpool.node.headers import RECORD_BYTES, HeaderFile, SlotHeaders, make_records, stored_segment_id
+from kvpool.ops.tracing import TRACE_BYTES
 from kvpool.transport.wire.connection import split_address
 from kvpool.transport.wire.frame import DEADLINE_MS_MAX, HEADER_BYTES, Header, pack_header, parse_header
 from kvpool.transport.wire.framed import FramedSocket
@@ -81,6 +82,7 @@ headers = st.builds(
     st.integers(0, DEADLINE_MS_MAX),
     st.integers(0, FRAME_BODY_BYTES_MAX),
     st.integers(0, FRAME_PAYLOAD_BYTES_MAX),
+    st.sampled_from((0, TRACE_BYTES)),
 )
 
 

@@ -297,6 +297,7 @@ class Framed:
         self._armed_s = math.inf
         self._frame = None
         self.caller = None
+        self.trace = ""
 
     def arm(self, timeout_s):
         self._armed_s = timeout_s

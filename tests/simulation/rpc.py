@@ -73,7 +73,7 @@ class Channel:
         self._name = name
 
     def unary_unary(self, method, **_):
-        return lambda request, timeout: self._ask(Call(method, request), timeout)
+        return lambda request, timeout, metadata=None: self._ask(Call(method, request), timeout)
 
     def stream_stream(self, method, **_):
         return lambda requests: Stream(self._open(DIAL_S), method, requests)

@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.core.errors import ProtocolError
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
+from kvpool.ops.tracing import TRACE_BYTES
 from kvpool.transport.wire.frame import DEADLINE_MS_MAX, HEADER_BYTES, MAGIC, Header, pack_header, parse_header
 
 HEADER = Header(kind=10, correlation=7, deadline_ms=1500, body_bytes=3, payload_bytes=4096)
@@ -48,6 +49,12 @@ def test_a_length_above_its_limit_is_refused_with_both(change, shown):
         parse_header(pack_header(HEADER._replace(**change)))
 
 
+@pytest.mark.parametrize("size_bytes", [1, TRACE_BYTES - 1, TRACE_BYTES + 1, 0xFFFF_FFFF])
+def test_a_trace_context_of_another_length_is_refused(size_bytes):
+    with pytest.raises(ProtocolError, match=f"trace context of {size_bytes} bytes"):
+        parse_header(pack_header(HEADER._replace(trace_bytes=size_bytes)))
+
+
 @pytest.mark.parametrize("size_bytes", [0, 1, 31, 33])
 def test_a_header_of_another_length_is_refused(size_bytes):
     with pytest.raises(ProtocolError, match=f"frame header of {size_bytes} bytes"):
@@ -59,7 +66,7 @@ def test_another_protocol_is_told_apart():
         parse_header(b"GET / HTTP/1.1\r\nHost: example.org"[:HEADER_BYTES])
 
 
-@pytest.mark.parametrize("offset", [6, 7, 20, 23])
+@pytest.mark.parametrize("offset", [6, 7])
 def test_reserved_bits_are_refused(offset):
     packed = bytearray(pack_header(HEADER))
     packed[offset] = 1

@@ -71,7 +71,7 @@ METHODS = {
         "set_quota",
         "close",
     },
-    "Keyspace": {"match", "release", "load", "store", "reserve", "write", "abort"},
+    "Keyspace": {"match", "release", "load", "store", "reserve", "write", "abort", "tracer"},
 }
 """All that these classes let callers do."""
 

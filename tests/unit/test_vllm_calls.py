@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvpool import KvpoolError, Match, MissReason, UnavailableError
+from kvpool.ops.tracing import Tracer
 from kvpool_connector.vllm import calls as module
 from kvpool_connector.vllm.calls import FAILURES_MAX, PAUSE_S, Answered, PoolCalls
 from tests.waiting import eventually
@@ -16,6 +17,8 @@ AWAY = Match(0, MissReason.NODE_DOWN, asked=False)
 
 class Pool:
     """A keyspace that answers what it is told to."""
+
+    tracer = Tracer()
 
     def __init__(self) -> None:
         self.answer: Match | KvpoolError = Match(0, MissReason.COLD)

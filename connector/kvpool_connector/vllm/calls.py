@@ -106,7 +106,8 @@ class PoolCalls:
         keyspace = self._link.keyspace
         if keyspace is not None and left_s > 0:
             try:
-                matched = keyspace.match(hashes, lease_s=self._lease_s, timeout_s=left_s)
+                with keyspace.tracer.span("kvpool.vllm.lookup", request_id=request_id):
+                    matched = keyspace.match(hashes, lease_s=self._lease_s, timeout_s=left_s)
                 failed = not matched.asked
             except KvpoolError:
                 failed = True

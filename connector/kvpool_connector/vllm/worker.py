@@ -219,6 +219,12 @@ class PoolWorker:
         if keyspace is None:
             return 0, "the pool is not reached"
         pages.wait(fence)
+        with keyspace.tracer.span("kvpool.vllm.load", request_id=job.request_id, blocks=len(job.blocks)) as span:
+            loaded, reason = self._load_from(keyspace, pages, job, deadline_s)
+            span.set(loaded_blocks=loaded, miss_reason=reason)
+        return loaded, reason
+
+    def _load_from(self, keyspace: Keyspace, pages: Pages, job: LoadJob, deadline_s: float) -> tuple[int, str]:
         step = max(1, pages.step_bytes // self._block_bytes)
         for start in range(0, len(job.blocks), step):
             left_s = deadline_s - time.monotonic()
@@ -278,6 +284,12 @@ class PoolWorker:
         if keyspace is None:
             return None
         pages.wait(fence)
+        with keyspace.tracer.span("kvpool.vllm.save", reservation=job.reservation.number, blocks=len(wanted)):
+            return self._write_from(keyspace, pages, job, wanted, left_s)
+
+    def _write_from(
+        self, keyspace: Keyspace, pages: Pages, job: SaveJob, wanted: list[int], left_s: float
+    ) -> tuple[tuple[int, ...], bool]:
         direct = pages.direct(job.blocks)
         if direct is not None:
             written = keyspace.write(job.reservation, direct, shard=self._shard, timeout_s=left_s)

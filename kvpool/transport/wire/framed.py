@@ -12,6 +12,7 @@ from kvpool.core.errors import CapacityError
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX
 from kvpool.core.principals import Principal
 from kvpool.ops.failpoints import failpoint
+from kvpool.ops.tracing import carried
 from kvpool.transport.blocks import rest_of
 from kvpool.transport.wire.frame import HEADER_BYTES, Header, pack_header, parse_header
 from kvpool.transport.wire.messages import Message, decode, encode
@@ -40,6 +41,7 @@ class FramedSocket:
         sock: The socket.
         identities: Whom the peer has proven to be: none, without TLS.
         caller: Who the peer, being a caller, is; None before it has said Hello.
+        trace: The trace context of the message that was received last; empty without one.
     """
 
     identities: tuple[str, ...] = ()
@@ -50,6 +52,7 @@ class FramedSocket:
         """When the exchange at hand must be over; looked at when a system call did less than it was asked for."""
         self._armed_s = -1.0
         self.caller: Principal | None = None
+        self.trace = ""
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -78,11 +81,12 @@ class FramedSocket:
                 f"{type(message).__name__} of {len(body)} bytes; the limit is {FRAME_BODY_BYTES_MAX}: name fewer blocks"
             )
         payload_bytes = sum(len(piece) for piece in payload)
-        header = pack_header(Header(message.kind, correlation, deadline_ms, len(body), payload_bytes))
+        trace = carried().encode()
+        header = pack_header(Header(message.kind, correlation, deadline_ms, len(body), payload_bytes, len(trace)))
         if payload:
-            self._send_buffers([memoryview(header + body), *payload])
+            self._send_buffers([memoryview(header + trace + body), *payload])
         else:
-            self._send_all(header + body)
+            self._send_all(header + trace + body)
 
     def receive_header(self) -> Header:
         """The next frame's header, checked."""
@@ -106,7 +110,8 @@ class FramedSocket:
         return parse_header(header)
 
     def receive_body(self, header: Header) -> Message:
-        """The message of the frame whose header was just received."""
+        """The message of the frame whose header was just received; its trace context is in `trace`."""
+        self.trace = self._receive_trace(header.trace_bytes) if header.trace_bytes else ""
         try:
             body = bytearray(header.body_bytes)
         except MemoryError:
@@ -114,6 +119,11 @@ class FramedSocket:
             raise
         self.receive_into(memoryview(body))
         return decode(header.kind, body)
+
+    def _receive_trace(self, size_bytes: int) -> str:
+        trace = bytearray(size_bytes)
+        self.receive_into(memoryview(trace))
+        return trace.decode("ascii", errors="replace")
 
     def receive_into(self, view: memoryview) -> None:
         """Fill ``view`` from the stream."""

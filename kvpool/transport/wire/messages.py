@@ -5,6 +5,7 @@ Values that come one a block are packed arrays, little-endian, in chain order: h
 their lengths.
 """
 
+import re
 from functools import cache
 from typing import Any, ClassVar
 
@@ -24,12 +25,14 @@ KINDS: "dict[int, type[Message]]" = {}
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of all messages; `kind` is their number in frame headers, odd for replies."""
+    """Base of all messages; `kind` is their number in frame headers, odd for replies, `step` their name in traces."""
 
     kind: ClassVar[int] = 0
+    step: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:  # noqa: ANN401 - options of msgspec's
         super().__init_subclass__(**options)
+        cls.step = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Request")).lower()
         if cls.kind:
             KINDS[cls.kind] = cls
 

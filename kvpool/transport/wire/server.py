@@ -28,6 +28,7 @@ from kvpool.ops.addresses import shown_host
 from kvpool.ops.audit import Audit
 from kvpool.ops.authentication import Authenticator
 from kvpool.ops.logging import get_logger
+from kvpool.ops.tracing import Tracer
 from kvpool.transport.wire.accepting import accept, meet, shown_peer, turn_away
 from kvpool.transport.wire.frame import Header
 from kvpool.transport.wire.framed import Buffers, FramedSocket
@@ -106,6 +107,7 @@ class FramedServer:
         connections_max: Further connections are refused and counted.
         authenticator: Who may come over TCP, with TLS; None: anybody, in plaintext.
         audit: Where refusals are told.
+        tracer: Records what is served for callers who record their requests.
     """
 
     def __init__(
@@ -115,8 +117,10 @@ class FramedServer:
         connections_max: int,
         authenticator: Authenticator | None = None,
         audit: Audit | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._audit = audit or Audit()
+        self._tracer = tracer or Tracer()
         self._identity = identity
         self._open_session = open_session
         self._connections_max = connections_max
@@ -355,7 +359,8 @@ class FramedServer:
         try:
             if request.kind % 2 == 0:  # what answers is no request: the session says so and closes
                 require_request(framed.caller, type(request).__name__)
-            return session.handle(request, payload)
+            with self._tracer.serve(f"kvpool.serve.{request.step}", framed.trace):
+                return session.handle(request, payload)
         except ProtocolError:
             raise
         except ForbiddenError as error:
