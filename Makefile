@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 NIXL := --no-deps 'nixl-cu12>=1.5,<2'
 
 .PHONY: setup setup-vllm demo demo-vllm test test-vllm test-compose image lint unit property simulation integration \
-	redteam soak bench bench-vllm gpu docs-generated clean
+	redteam soak fuzz bench bench-vllm gpu docs-generated clean
 
 setup: .venv/.ready
 
@@ -56,6 +56,11 @@ unit property simulation integration redteam: setup
 # Ten minutes of what `make test` does for one: 200 connections, and what each process holds over time.
 soak: setup
 	SOAK_S=600 $(BIN)/pytest -q -s tests/crowds/test_soak.py
+
+# So long for each target; what is tried is kept in build/fuzz, and goes on from there the next time.
+FUZZ_S ?= 30
+fuzz: setup
+	PYTHONPATH=.:connector $(BIN)/python -m tests.fuzz --seconds $(FUZZ_S) --corpus build/fuzz $(TARGET)
 
 bench: setup
 	$(BIN)/kvpool bench all

@@ -6,15 +6,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 from kvpool.client.buffers import Buffers, blocks_of
-from kvpool.client.loading import load_blocks, miss_reason
+from kvpool.client.loading import load_blocks, miss_reason, reason_of
 from kvpool.client.results import LoadResult, Match, Reservation, StoreResult, WriteResult
 from kvpool.client.storing import abort_blocks, reserve_blocks, store_blocks, write_shard
-from kvpool.core.directory import MissReason
 from kvpool.core.errors import (
     CapacityError,
     InvalidHashError,
     KvpoolError,
     NamespaceMismatchError,
+    ProtocolError,
     UnavailableError,
     UnknownNamespaceError,
     UsageError,
@@ -78,13 +78,16 @@ class Keyspace:
         deadline = self._client._deadline(timeout_s)
         try:
             reply = self._call(MatchRequest(self.namespace.id, packed, first, lease_ms), MatchReply, deadline)
+            reason = reason_of(reply.reason)
+            if not 0 <= reply.blocks <= len(packed) // HASH_BYTES:
+                raise ProtocolError(f"{reply.blocks} blocks matched of a chain of {len(packed) // HASH_BYTES}")
         except UsageError:
             raise
         except KvpoolError as error:
             self._client._counters.missed([miss_reason(error)])
             return Match(0, miss_reason(error), asked=False)
         failpoint("client.match.after_answer")
-        return Match(reply.blocks, MissReason(reply.reason) if reply.reason else None, reply.lease)
+        return Match(reply.blocks, reason, reply.lease)
 
     def release(self, matched: Match, *, timeout_s: float | None = None) -> None:
         """End the lease of a match early, once its blocks are loaded; without it the lease runs out by itself."""
