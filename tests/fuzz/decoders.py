@@ -1,8 +1,10 @@
 """Targets that are one function: bytes or text in, a value that survives the way or an error of ours out."""
 
+import base64
 import hashlib
 import tempfile
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -15,7 +17,7 @@ from kvpool.core.namespace import parse_namespace
 from kvpool.core.principals import Role
 from kvpool.core.units import parse_duration, parse_size
 from kvpool.ops.addresses import split_address
-from kvpool.ops.certificates import identity_in, parse_pem
+from kvpool.ops.certificates import check_leaf, identity_in, parse_pem
 from kvpool.ops.issuing import Authority
 from kvpool.transport.ucx import messages as ucx_messages
 from kvpool.transport.wire.frame import Header, pack_header, parse_header
@@ -92,20 +94,41 @@ def identity(data: bytes) -> None:
             assert principal_of_identity(again) == holder
 
 
-def a_certificate() -> list[bytes]:
-    """One as `kvpool certs` makes them, and its CA's."""
+ELLIPTIC_CURVE = bytes.fromhex("2a8648ce3d0201")
+"""The name of that kind of key, 1.2.840.10045.2.1."""
+
+V3 = bytes.fromhex("a003020102")
+"""How a certificate says of which version it is."""
+
+
+@cache
+def pki() -> tuple[bytes, bytes, bytes]:
+    """A certificate as `kvpool certs` makes them, its key, and its CA."""
     with tempfile.TemporaryDirectory() as folder:
         Authority(Path(folder) / "ca", 1).issue("node", "kvpool://node/n0", renew=False)
-        return [(Path(folder) / "ca" / name).read_bytes() for name in ("node.pem", "ca.pem")]
+        cert, key, ca = ((Path(folder) / "ca" / name).read_bytes() for name in ("node.pem", "node-key.pem", "ca.pem"))
+        return cert, key, ca
 
 
-@target(a_certificate)
+def changed(pem: bytes, name: bytes) -> bytes:
+    """The file with the last bit of ``name`` in it turned: a kind, or a version, that nobody knows."""
+    head, *lines, foot = pem.splitlines()
+    der = bytearray(base64.b64decode(b"".join(lines)))
+    der[der.index(name) + len(name) - 1] ^= 1
+    return b"\n".join((head, base64.encodebytes(der), foot))
+
+
+@target(lambda: [*pki(), changed(pki()[1], ELLIPTIC_CURVE), *(changed(pki()[0], x) for x in (ELLIPTIC_CURVE, V3))])
 def certificate(data: bytes) -> None:
-    path = Path("certificate.pem")
+    path = Path("file.pem")
     with suppress(SettingsError):
         for read in parse_pem(path, data):
             with suppress(SettingsError):
                 assert identity_in(path, read).startswith("kvpool://")
+    for place in range(3):  # in the place of the certificate, of its key, and of the CA
+        files = [(path, data if i == place else sound) for i, sound in enumerate(pki())]
+        with suppress(SettingsError):
+            assert check_leaf(*files).identity == "kvpool://node/n0"
 
 
 @target(lambda: [b"127.0.0.1:7300", b"[::1]:0", b"4GiB", b"200ms", b"1.5m", b"0x10"])

@@ -17,7 +17,7 @@ from kvpool.cli.asking import REQUEST_BYTES_MAX, find_where, read_hashes
 from kvpool.core.errors import CapacityError, SettingsError, UsageError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.slots import SlotState
-from kvpool.node.disk.headers import DiskHeaders
+from kvpool.node.disk.headers import READ_BYTES, DiskHeaders
 from kvpool.node.headers import (
     PROLOGUE_BYTES,
     RECORD_BYTES,
@@ -83,7 +83,7 @@ def sealed(content: bytes) -> bytes:
     return bytes(data)
 
 
-@target(header_files)
+@target(header_files, GROWTH_BYTES_MAX + READ_BYTES)
 def slot_headers(data: bytes) -> None:
     way, content = data[:1], data[1:]
     path = written("headers", sealed(content) if way and way[0] & 1 else content)
