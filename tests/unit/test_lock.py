@@ -1,7 +1,8 @@
-"""The lock files: every version that pyproject.toml allows, each with its hashes, of no place in particular."""
+"""The lock files: what pyproject.toml wants, each with its hashes, of no place in particular; and its licences."""
 
 import re
 import tomllib
+from importlib.metadata import metadata
 from itertools import chain
 
 import pytest
@@ -49,3 +50,13 @@ def test_the_image_is_made_of_what_is_tested():
 
 def test_builds_use_what_the_build_system_asks_for():
     assert set(PROJECT["build-system"]["requires"]) <= set(GROUPS["build"])
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in pins(FOLDER / "runtime.txt")])
+def test_what_users_install_has_a_licence_that_asks_for_no_more_than_a_notice(name):
+    said = metadata(name)
+    classified = [line.rpartition(":: ")[2] for line in said.get_all("Classifier", []) if line.startswith("License")]
+    licence = said.get("License-Expression") or " ".join(classified) or said.get("License", "")
+
+    assert re.search("MIT|BSD|Apache|ISC|PSF", licence), f"{name}: {licence!r}"
+    assert not re.search("GPL|General Public", licence), f"{name}: {licence!r}"
