@@ -227,8 +227,9 @@ class Control:
     def _apply(self, orders: membership_pb2.FreeSlots) -> None:
         failpoint("node.orders.before_apply")
         columns = (orders.number, orders.segment_id, orders.slot, orders.generation, orders.rest)
-        if len(set(map(len, columns))) != 1 or not orders.number:
-            raise ProtocolError(f"orders in columns of {[len(column) for column in columns]} elements")
+        lengths = {len(column) for column in columns}
+        if len(lengths) != 1 or not orders.number:
+            raise ProtocolError(f"orders in columns of {sorted(lengths)} elements; they must be equally long, and some")
         free = [FreeSlot(*row) for row in zip(*columns, strict=True)]
         for store in self._store.tiers:
             store.apply(free)
