@@ -3,11 +3,13 @@
 import base64
 import hashlib
 import tempfile
+import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import msgspec
+from cryptography.utils import CryptographyDeprecationWarning
 
 from kvpool.core.errors import AuthenticationError, InvalidNamespaceError, ProtocolError, SettingsError, UsageError
 from kvpool.core.grants import TAG_BYTES, Grant, open_grant, seal
@@ -121,6 +123,7 @@ def changed(pem: bytes, name: bytes) -> bytes:
 @target(lambda: [*pki(), changed(pki()[1], ELLIPTIC_CURVE), *(changed(pki()[0], x) for x in (ELLIPTIC_CURVE, V3))])
 def certificate(data: bytes) -> None:
     path = Path("file.pem")
+    warnings.simplefilter("ignore", CryptographyDeprecationWarning)  # it says what it will refuse some day
     with suppress(SettingsError):
         for read in parse_pem(path, data):
             with suppress(SettingsError):

@@ -152,7 +152,7 @@ def tokens_file(data: bytes) -> None:
         json.dumps([block_hash.hex() for block_hash in HASHES]).encode(),
         NAMESPACE.document,
     ],
-    READ_WHOLE + 2 * REQUEST_BYTES_MAX,
+    READ_WHOLE + 4 * REQUEST_BYTES_MAX,
 )
 def explained_request(data: bytes) -> None:
     path = str(written("request", data))
