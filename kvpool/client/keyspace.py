@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvpool.client.buffers import Buffers, blocks_of
 from kvpool.client.granted import GrantBook
-from kvpool.client.loading import load_blocks, miss_reason
+from kvpool.client.loading import load_blocks, miss_reason, reason_of
 from kvpool.client.results import LoadResult, Match, Reservation, StoreResult, WriteResult
 from kvpool.client.storing import abort_blocks, reserve_blocks, store_blocks, write_shard
-from kvpool.core.directory import MissReason
 from kvpool.core.errors import (
     CapacityError,
     InvalidHashError,
     KvpoolError,
     NamespaceMismatchError,
+    ProtocolError,
     UnavailableError,
     UnknownNamespaceError,
     UsageError,
@@ -233,13 +233,16 @@ class Keyspace:
     def _match(self, request: MatchRequest, deadline: Deadline) -> Match:
         try:
             reply = self._call(request, MatchReply, deadline)
+            reason, asked = reason_of(reply.reason), len(request.hashes) // HASH_BYTES
+            if not 0 <= reply.blocks <= asked:
+                raise ProtocolError(f"{reply.blocks} blocks matched of a chain of {asked}")
         except UsageError:
             raise
         except KvpoolError as error:
             self._client._counters.missed([miss_reason(error)])
             return Match(0, miss_reason(error), asked=False)
         failpoint("client.match.after_answer")
-        return Match(reply.blocks, MissReason(reply.reason) if reply.reason else None, reply.lease)
+        return Match(reply.blocks, reason, reply.lease)
 
     def _call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool = True) -> Reply:
         """A hot call about this namespace, which is opened again if the service has forgotten it."""

@@ -5,7 +5,7 @@ A long slice is loaded in steps: while the blocks of one are read, the next ones
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from kvpool.client.far import read_batch
 from kvpool.client.nodes import Use
 from kvpool.client.results import LoadResult
 from kvpool.core.directory import DISK, MissReason
-from kvpool.core.errors import DeadlineError, KvpoolError, OverloadedError, UsageError
+from kvpool.core.errors import DeadlineError, KvpoolError, OverloadedError, ProtocolError, UsageError
 from kvpool.core.keys import hash_at, select_hashes
 from kvpool.core.limits import HASH_BYTES
 from kvpool.ops.failpoints import failpoint
@@ -51,6 +51,9 @@ _REASONS = {
 }
 
 
+_COLUMNS = ("block", "segment", "slot", "generation", "checksum")
+
+
 @dataclass(frozen=True, slots=True)
 class _Copies:
     """Where the located blocks lie: one element a copy."""
@@ -60,10 +63,13 @@ class _Copies:
     slot: NDArray[Any]
     generation: NDArray[Any]
     checksum: NDArray[Any]
+    reason: MissReason | None
+    """Why the next block was not located."""
+
+    each_once: bool
 
     def only(self, wanted: NDArray[np.bool_]) -> "_Copies":
-        columns = (self.block, self.segment, self.slot, self.generation, self.checksum)
-        return _Copies(*(column[wanted] for column in columns))
+        return replace(self, **{name: getattr(self, name)[wanted] for name in _COLUMNS})
 
 
 def load_blocks(
@@ -110,9 +116,17 @@ def miss_reason(error: KvpoolError) -> MissReason:
     return MissReason.OVER_DEADLINE if isinstance(error, DeadlineError) else MissReason.NODE_DOWN
 
 
+def reason_of(said: str) -> MissReason | None:
+    """The reason that the service gave, if it gave one; raises ProtocolError for what is none."""
+    try:
+        return MissReason(said) if said else None
+    except ValueError as error:
+        raise ProtocolError(f"{said[:40]!r} is no reason of a miss: the service speaks another version") from error
+
+
 def _locate(
     keyspace: "Keyspace", packed: bytes, first: int, step: range, shard: int, deadline: Deadline
-) -> LocateReply | MissReason:
+) -> _Copies | MissReason:
     """Where the blocks of ``step`` lie, or why nobody can say; raises UsageError."""
     meta, tracer = keyspace._client._meta, keyspace._client._tracer
     upto = packed[: (first + step.stop) * HASH_BYTES]
@@ -122,23 +136,30 @@ def _locate(
     try:
         with tracer.span("kvpool.locate", blocks=len(step)):
             reply = keyspace._call(request, LocateReply, deadline)
+        copies = _copies(reply, len(step))
     except UsageError:
         raise
     except KvpoolError as error:
         return miss_reason(error)
     meta.learn(reply.topology)
     keyspace._grants.learn(reply.grants)
-    return reply
+    return copies
 
 
-def _copies(reply: LocateReply) -> _Copies:
+def _copies(reply: LocateReply, wanted: int) -> _Copies:
+    """What the service says of ``wanted`` blocks; raises ProtocolError for what cannot be."""
     count = len(reply.slots) // 4
+    blocks = unpack("blocks", reply.blocks, "<u4", count)
+    if count and int(blocks.max()) >= wanted:
+        raise ProtocolError(f"block {blocks.max()} was located, of {wanted}")
     return _Copies(
-        unpack("blocks", reply.blocks, "<u4", count),
+        blocks,
         unpack("segments", reply.segments, "<u2", count),
         unpack("slots", reply.slots, "<u4", count),
         unpack("generations", reply.generations, "<u8", count),
         unpack("checksums", reply.checksums, "<u8", count),
+        reason_of(reply.reason),
+        each_once=count == reply.count,
     )
 
 
@@ -156,12 +177,11 @@ class _Load:
         self._reasons: list[MissReason | None] = []
         self.was_refused = False
 
-    def read(self, reply: LocateReply) -> list[MissReason | None]:
+    def read(self, copies: _Copies) -> list[MissReason | None]:
         """Read each block from its best copy, and what fails from the next one; why each was not loaded, or None."""
-        copies = _copies(reply)
-        self._reasons = [MissReason(reply.reason or MissReason.COLD)] * len(self._destinations)
-        if len(copies.block) == reply.count:
-            self._read_each(copies, self._deadline)  # one copy each: the usual case
+        self._reasons = [copies.reason or MissReason.COLD] * len(self._destinations)
+        if copies.each_once:  # the usual case
+            self._read_each(copies, self._deadline)
             return self._reasons
         while len(copies.block):
             chosen = self._best(copies)

@@ -14,7 +14,7 @@ from kvpool.client.far import within_reach
 from kvpool.client.nodes import Use
 from kvpool.client.results import Reservation, StoreResult, WriteResult
 from kvpool.core.directory import Want
-from kvpool.core.errors import CapacityError, KvpoolError, UnavailableError, UsageError
+from kvpool.core.errors import CapacityError, KvpoolError, ProtocolError, UnavailableError, UsageError
 from kvpool.core.keys import NO_PARENT, select_hashes
 from kvpool.core.limits import HASH_BYTES
 from kvpool.ops.failpoints import failpoint
@@ -55,6 +55,7 @@ def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: byte
     with keyspace._client._tracer.span("kvpool.reserve", blocks=len(packed) // HASH_BYTES - first) as span:
         reply = keyspace._call(request, ReserveReply, deadline, again=False)
         span.set(reservation=reply.reservation)
+    _check_reply(reply, len(packed) // HASH_BYTES, first)
     meta.learn(reply.topology)
     failpoint("client.put.after_reserve")
     missing_from = None if reply.missing_from == NONE_INDEX else reply.missing_from
@@ -68,6 +69,20 @@ def reserve_blocks(keyspace: "Keyspace", packed: bytes, first: int, parent: byte
         reply.grants,
         meta.topology.version,
     )
+
+
+def _check_reply(reply: ReserveReply, chain: int, first: int) -> None:
+    """Raises ProtocolError for an answer that is none for blocks ``first``... of a chain of so many."""
+    blocks = chain - first
+    named = [unpack("blocks", grant.blocks, "<u4", len(grant.blocks) // 4) for grant in reply.grants]
+    sound = (
+        len(reply.wants) == (blocks if reply.missing_from == NONE_INDEX else 0)
+        and max(reply.wants, default=0) <= max(Want)
+        and NONE_INDEX <= reply.missing_from < chain
+        and all(len(some) == 0 or int(some.max()) < blocks for some in named)
+    )
+    if not sound:
+        raise ProtocolError(f"a reservation that is none for blocks {first} to {chain - 1}")
 
 
 def abort_blocks(

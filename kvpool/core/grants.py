@@ -15,6 +15,7 @@ from kvpool.core.errors import ProtocolError
 from kvpool.core.limits import BLOCK_BYTES_MAX, HASH_BYTES, NAMESPACE_ID_BYTES, RESERVE_BLOCKS_MAX, SHARDS_MAX
 
 TAG_BYTES = 16
+GRANT_KEY_BYTES_MAX = hashlib.blake2b.MAX_KEY_SIZE
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ import grpc
 
 from kvpool.core.directory import FreeSlot
 from kvpool.core.errors import KvpoolError, ProtocolError
+from kvpool.core.grants import GRANT_KEY_BYTES_MAX
 from kvpool.core.limits import ANNOUNCE_BLOCKS_MAX, NO_NUMBER
 from kvpool.node.copier import Copier
 from kvpool.node.headers import SlotHeaders
@@ -189,6 +190,11 @@ class Control:
     def _welcomed(self, welcome: membership_pb2.NodeWelcome) -> None:
         if welcome.protocol != PROTOCOL_VERSION:
             raise ProtocolError(f"the service speaks version {welcome.protocol}, this node {PROTOCOL_VERSION}")
+        if not 1 <= len(welcome.grant_key) <= GRANT_KEY_BYTES_MAX or not welcome.heartbeat_ms:
+            raise ProtocolError(
+                f"the service gives a key of {len(welcome.grant_key)} bytes and asks for a sign of life every "
+                f"{welcome.heartbeat_ms} ms; a key has 1 to {GRANT_KEY_BYTES_MAX}, and 0 ms is no time"
+            )
         if welcome.incarnation != self._meta_incarnation:
             # Another service numbers its orders anew.
             self._meta_incarnation, self._orders_applied = welcome.incarnation, 0
@@ -228,6 +234,9 @@ class Control:
     def _apply(self, orders: membership_pb2.FreeSlots) -> None:
         failpoint("node.orders.before_apply")
         columns = (orders.number, orders.segment_id, orders.slot, orders.generation, orders.rest)
+        lengths = {len(column) for column in columns}
+        if len(lengths) != 1 or not orders.number:
+            raise ProtocolError(f"orders in columns of {sorted(lengths)} elements; they must be equally long, and some")
         free = [FreeSlot(*row) for row in zip(*columns, strict=True)]
         for store in self._store.tiers:
             store.apply(free)

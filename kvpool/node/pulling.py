@@ -19,6 +19,7 @@ from kvpool.node.segment import Segment
 from kvpool.node.store import NodeStore
 from kvpool.transport.copying import checksum
 from kvpool.transport.deadline import Deadline
+from kvpool.transport.ucx.arena import REGION_BYTES
 from kvpool.transport.ucx.messages import AGENT_BYTES_MAX, OfferRequest, PullRequest, Region, RegisterRequest
 from kvpool.transport.ucx.process import Peer, Transfer, UcxProcess
 from kvpool.transport.wire.messages import NOT_MAPPED, Done, Message, unpack
@@ -83,10 +84,11 @@ class Pulling:
         return Reply(self._process.region(Deadline(payload.timeout_s)))
 
     def _register(self, request: RegisterRequest, payload: Payload) -> Reply:
-        if len(request.agent) > AGENT_BYTES_MAX or request.size_bytes < PAGE_BYTES or request.address % PAGE_BYTES:
+        sound = PAGE_BYTES <= request.size_bytes <= REGION_BYTES and request.address % PAGE_BYTES == 0
+        if not sound or len(request.agent) > AGENT_BYTES_MAX:
             raise ProtocolError(
                 f"a region of {request.size_bytes} bytes at {request.address:#x}, described in {len(request.agent)} "
-                f"bytes, cannot be; give whole pages, and at most {AGENT_BYTES_MAX} bytes about them"
+                f"bytes, cannot be; give whole pages, {REGION_BYTES} bytes at most, and {AGENT_BYTES_MAX} about them"
             )
         region = Region(request.agent, request.address, request.size_bytes)
         if self._writer is None or self._writer[0] != region or self._writer[1].life != self._process.starts:

@@ -16,12 +16,11 @@ from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
-    load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvpool.core.errors import SettingsError
-from kvpool.ops.certificates import identity_in, parse_pem, shown
+from kvpool.ops.certificates import identity_in, load_key, parse_pem, shown
 from kvpool.ops.credentials import CA_FILE
 from kvpool.ops.grpc_tls import server_name
 from kvpool.ops.pem import read_pem, read_secret
@@ -77,8 +76,9 @@ class Authority:
         except OSError as error:
             raise SettingsError(f"{folder} cannot hold certificates: {error.strerror}; name another folder") from error
         self._ca = parse_pem(folder / CA_FILE, read_pem(folder / CA_FILE, "CA"))[0]
-        key = load_pem_private_key(read_secret(folder / CA_KEY_FILE, "key of the CA"), None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        key = load_key(folder / CA_KEY_FILE, read_secret(folder / CA_KEY_FILE, "key of the CA"))
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise SettingsError(f"key {folder / CA_KEY_FILE} is not one that `kvpool certs` made; name another folder")
         self._key = key
 
     def names(self) -> dict[str, str]:

@@ -150,6 +150,13 @@ def test_files_that_cannot_be_used_are_named_with_the_fix(folder, certs, spoil, 
         open_credentials(TlsSettings(dir=folder), ["meta"], META)
 
 
+def test_a_spoilt_key_of_the_ca_is_named(folder, certs):
+    certs()
+    (folder / "ca-key.pem").write_text("x")
+
+    assert f"{folder / 'ca-key.pem'} is no private key in PEM" in certs("--renew", code=2)
+
+
 def test_the_services_certificate_is_no_clients(folder, certs):
     certs()
     take(folder, "meta", "client")

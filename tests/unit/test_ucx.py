@@ -175,7 +175,16 @@ def test_without_nixl_the_error_says_what_to_install(monkeypatch):
         kvpool.connect("grpc://127.0.0.1:1", transports=["ucx"])
 
 
-@pytest.mark.parametrize("change", [{"agent": b"x" * (AGENT_BYTES_MAX + 1)}, {"address": 1}, {"size_bytes": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"agent": b"x" * (AGENT_BYTES_MAX + 1)},
+        {"address": 1},
+        {"size_bytes": 1},
+        {"size_bytes": REGION_BYTES + 1},
+        {"size_bytes": (1 << 64) - 1},  # NIXL takes it: its own check wraps round
+    ],
+)
 def test_an_impossible_region_of_a_writer_is_refused_before_ucx_sees_it(change):
     request = RegisterRequest(**({"agent": b"x", "address": PAGE_BYTES, "size_bytes": PAGE_BYTES} | change))
     pulling = Pulling(None, None, 1)
