@@ -8,7 +8,6 @@ of prompts and bytes are in no line.
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
@@ -51,7 +50,7 @@ class Audit:
         self._clock = clock
         self._close = close
         self._lock = threading.Lock()
-        self._uses: dict[Principal, Counter[str]] = {}
+        self._uses: dict[Principal, dict[str, int]] = {}
         self._refusals: dict[tuple[str, str], tuple[dict[str, object], int]] = {}
         self._summed_s = clock()
 
@@ -70,8 +69,12 @@ class Audit:
         if self._write is None:
             return
         with self._lock:
-            self._uses.setdefault(principal, Counter()).update(counts)
-        self.flush(due=True)
+            sums = self._uses.setdefault(principal, {})
+            for name, count in counts.items():
+                sums[name] = sums.get(name, 0) + count
+            due = self._is_due()
+        if due:
+            self.flush()
 
     def refused(self, who: Principal | str, what: str, why: object) -> None:
         """The caller, or a peer that is nobody, was refused; a line for the first of its kind, then a sum."""
@@ -90,8 +93,7 @@ class Audit:
     def flush(self, *, due: bool = False) -> None:
         """Write the sums, or with ``due`` only when it is time."""
         with self._lock:
-            full = len(self._uses) >= SUMS_MAX or len(self._refusals) >= SUMS_MAX
-            if self._write is None or (due and not full and self._clock() - self._summed_s < SUMMED_S):
+            if self._write is None or (due and not self._is_due()):
                 return
             self._summed_s = self._clock()
             uses, self._uses = self._uses, {}
@@ -101,6 +103,10 @@ class Audit:
         for said, times in refusals.values():
             if times:
                 self._write(action="refused", **said, more=times)
+
+    def _is_due(self) -> bool:
+        full = len(self._uses) >= SUMS_MAX or len(self._refusals) >= SUMS_MAX
+        return full or self._clock() - self._summed_s >= SUMMED_S
 
     def close(self) -> None:
         """Write what is left, and no more after that."""

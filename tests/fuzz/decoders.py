@@ -11,12 +11,20 @@ from pathlib import Path
 import msgspec
 from cryptography.utils import CryptographyDeprecationWarning
 
-from kvpool.core.errors import AuthenticationError, InvalidNamespaceError, ProtocolError, SettingsError, UsageError
+from kvpool.core.errors import (
+    AuthenticationError,
+    InvalidNamespaceError,
+    ProtocolError,
+    SettingsError,
+    StaleGrantError,
+    UsageError,
+)
 from kvpool.core.grants import TAG_BYTES, Grant, open_grant, seal
 from kvpool.core.identities import client_identity, node_identity, operator_identity, principal_of_identity
 from kvpool.core.limits import RESERVE_BLOCKS_MAX
 from kvpool.core.namespace import parse_namespace
 from kvpool.core.principals import Role
+from kvpool.core.read_grants import ReadGrant, open_read_grant, seal_read_grant
 from kvpool.core.units import parse_duration, parse_size
 from kvpool.ops.addresses import split_address
 from kvpool.ops.certificates import check_leaf, identity_in, parse_pem
@@ -74,6 +82,17 @@ def grant(data: bytes) -> None:
         assert 1 <= read.count <= RESERVE_BLOCKS_MAX
         assert all(slot >= 0 and generation >= 0 for slot, generation in read.victims())
         assert open_grant(seal(read, KEY), KEY) == read
+
+
+@target(lambda: [seal_read_grant(ReadGrant(1, 2, bytes(32), 60_000), KEY)[:-TAG_BYTES]])
+def read_grant(data: bytes) -> None:
+    with suppress(StaleGrantError):
+        open_read_grant(data, KEY)
+        raise AssertionError("it opened what was not sealed")
+    with suppress(StaleGrantError):
+        tag = hashlib.blake2b(data, key=KEY, digest_size=TAG_BYTES, person=b"kvpool.read").digest()
+        read = open_read_grant(data + tag, KEY)
+        assert open_read_grant(seal_read_grant(read, KEY), KEY) == read
 
 
 @target(lambda: [namespace.document for namespace in (NAMESPACE, SMALL, UNKNOWN)])
