@@ -87,7 +87,7 @@ class Placer:
         None when everything is held, or worth more than the new block (`EvictionPolicy.admits`), or when the tenant's
         quota has no room.
         """
-        if not self.fit_quota(asked):
+        if self._tenants.room_bytes(asked.owner) is not None and not self.fit_quota(asked):
             return None
         tries_below = BELOW_MAX
         while (segment := self._with_room(asked.slot_bytes, near)) is None:
