@@ -1,6 +1,8 @@
 """A directory, fake nodes that hold its slots, and what a test has to remember to hold one against the other."""
 
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -19,7 +21,6 @@ from kvpool.core.directory import (
     FreeSlot,
     Inventory,
     ReserveResult,
-    TenantStats,
     Want,
 )
 from kvpool.core.limits import PAGE_BYTES
@@ -27,12 +28,11 @@ from kvpool.core.namespace import Namespace
 from kvpool.testing import ManualClock
 
 from .inspect_directory import BlockView, Evictions, Key, Views, inspect
+from .tenants_watch import TenantsWatch
 
 NAMESPACES = {"small": make_namespace(), "sharded": make_namespace(pages=2, shards=2)}
 OF_TENANTS = {name: structs.replace(namespace, tenant=name) for name, namespace in NAMESPACES.items()}
 """The same, each of a tenant of its own."""
-
-BLOCK_BYTES_MAX = 4 * PAGE_BYTES
 
 Tokens = tuple[int, ...]
 
@@ -94,6 +94,9 @@ class DirectoryModel:
             policy=policy, age_slack=age_slack, lease_cap=0.3, pressure=0.8, replica_budget=1.0, demote_fill=0.2
         )
         self.directory = Directory(self.clock, self.config)
+        self.watched: Callable[[Namespace], AbstractContextManager[None]] = lambda _: nullcontext()
+        if self.has_tenants:
+            self.watched = TenantsWatch(self.directory, self._may_go).writing
         self.segments = [
             FakeSegment(bytes([i]) * 16, node_id, pages * PAGE_BYTES, medium)
             for i, (node_id, pages, medium) in enumerate((*SEGMENTS, *(DISKS if with_disks else ())))
@@ -116,9 +119,9 @@ class DirectoryModel:
     def reserve(self, namespace: Namespace, hashes: list[bytes], cut: int, first: int, ttl_s: float) -> Write | None:
         """Reserve blocks ``first``… of a chain, given from block ``cut`` on; None when nothing was wanted."""
         before, evicted_blocks = inspect(self.directory), self.directory.stats().evicted_blocks
-        tenants = {tenant.name: tenant for tenant in self.directory.tenants()}
         parent = hashes[cut - 1] if cut else b""
-        result = self.directory.reserve(namespace.id, b"".join(hashes[cut:]), first - cut, parent, ttl_s=ttl_s)
+        with self.watched(namespace):
+            result = self.directory.reserve(namespace.id, b"".join(hashes[cut:]), first - cut, parent, ttl_s=ttl_s)
         self.expire()
         after = inspect(self.directory)
         if result.missing_from is not None:
@@ -128,8 +131,7 @@ class DirectoryModel:
             return None
         write = self._opened(result, namespace, hashes[first:], ttl_s)
         self._check_wants(result, write, hashes[first:], before, after)
-        evictions = self._check_evictions(result, namespace, hashes, first, before, after, evicted_blocks)
-        self._check_tenants(namespace, tenants, evictions)
+        self._check_evictions(result, namespace, hashes, first, before, after, evicted_blocks)
         return write if write.places else None
 
     def commit(self, write: Write, places: list[Place]) -> None:
@@ -211,7 +213,7 @@ class DirectoryModel:
         before: Views,
         after: Views,
         evicted_blocks: int,
-    ) -> Evictions:
+    ) -> None:
         refused = first + len(result.wants.rstrip(bytes([Want.NO_ROOM])))
         spared = None
         if refused < len(hashes):  # by a policy that learns perhaps since others are worth more
@@ -231,7 +233,6 @@ class DirectoryModel:
                 evictions.check_oldest_went_first(self.now_us(), self.config.age_slack)
         for key in rewritten | evictions.evicted:
             self.pins.pop(key, None)
-        return evictions
 
     def _check_nothing_could_go(self, namespace: Namespace, spared: Key, after: Views) -> None:
         could_go = {key for key, block in after.items() if self._may_go(block)}
@@ -240,20 +241,6 @@ class DirectoryModel:
         if namespace.shards == 1 and self.directory.limits(namespace.tenant).bytes is None:
             free_bytes = [segment.free_bytes for segment in self.directory.segments() if segment.takes_new]
             assert max(free_bytes, default=0) < slot_bytes(namespace)
-
-    def _check_tenants(self, namespace: Namespace, before: dict[str, TenantStats], evictions: Evictions) -> None:
-        """What a write of one tenant may do to the others, and what its quota lets it have."""
-        after = {tenant.name: tenant for tenant in self.directory.tenants()}
-        own = after[namespace.tenant]
-        if own.limits.bytes is not None:
-            assert own.used_bytes <= max(own.limits.bytes, before[own.name].used_bytes)
-        if self.has_tenants:
-            capacity_bytes = self.directory.stats().capacity_bytes
-            shares = sum(tenant.limits.share for tenant in after.values())
-            fair = {tenant.name: capacity_bytes * tenant.limits.share / shares for tenant in after.values()}
-            # What a larger block of another leaves beside the new one's place may be taken too.
-            is_above = own.used_bytes > fair[own.name] + BLOCK_BYTES_MAX
-            evictions.check_fairness(own.name, is_above, lambda name: before[name].used_bytes <= fair[name])
 
     def _tenant_of(self, key: Key) -> str:
         return self.namespaces[key[0]].tenant

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvpool.core.directory import BlockState, Copy, Directory, HotRun
+from kvpool.core.directory import BlockState, Cause, Copy, Directory, HotRun
 from kvpool.core.namespace import Namespace
 
 Key = tuple[bytes, bytes]
@@ -56,6 +56,18 @@ def open_copies(directory: Directory) -> list[Copy]:
     return list(directory._state.copies)
 
 
+def watch_evictions(directory: Directory, told: Callable[[str, Cause], None]) -> None:
+    """Tell of each block that makes room for another, before it goes: whose it is, and why."""
+    state = directory._state
+    evict = state.placer._evict
+
+    def watched(row: int, cause: Cause) -> None:
+        told(state.entries[state.blocks.namespace[row]].namespace.tenant, cause)
+        evict(row, cause)
+
+    state.placer._evict = watched
+
+
 def hot_run(directory: Directory, namespace: Namespace, hashes: list[bytes], copies: int) -> HotRun:
     """A chain that deserves so many copies."""
     index = directory._state.chains.indexes[directory.namespaces().index(namespace)]
@@ -95,16 +107,6 @@ class Evictions:
         """No block, in flight or not, lost its parent."""
         gone = self.evicted - self.after.keys()
         assert not any((namespace, block.parent) in gone for (namespace, _), block in self.after.items())
-
-    def check_fairness(self, taker: str, taker_is_above: bool, is_within: Callable[[str], bool]) -> None:
-        """Nobody who was within its share lost a visible block to a tenant above its own that could have given one."""
-        stayed = (key for key, block in self.after.items() if key != self.spared and self.may_go(block))
-        could_give = any(
-            self.tenant_of(key) == taker and key in self.before and self.may_go(self.before[key]) for key in stayed
-        )
-        if taker_is_above and could_give:
-            lost = [key for key in self.evicted if self.before[key].rank and self.tenant_of(key) != taker]
-            assert not any(is_within(self.tenant_of(key)) for key in lost)
 
     def check_copies_went_first(self, surplus_blocks: int) -> None:
         """No visible block went while another could have lost a copy."""

@@ -87,19 +87,19 @@ class Placer:
         None when everything is held, or worth more than the new block (`EvictionPolicy.admits`), or when the tenant's
         quota has no room.
         """
-        if not self.fit_quota(asked):
+        if self._tenants.room_bytes(asked.owner) is not None and not self.fit_quota(asked):
             return None
         tries_below = BELOW_MAX
         while (segment := self._with_room(asked.slot_bytes, near)) is None:
             offer = self._best_offer(asked, near)
-            if offer is None:
-                if not tries_below or not self._make_room_below(asked):
+            if offer is not None:
+                if offer.giver == asked.owner and not self._admits(asked.use, offer):
                     return None
-                tries_below -= 1
-            elif offer.giver == asked.owner and not self._admits(asked.use, offer):
-                return None
-            else:
                 self._take(offer, Cause.ROOM)
+            elif tries_below and self._make_room_below(asked):
+                tries_below -= 1
+            else:
+                return None
         return segment
 
     def fit_quota(self, asked: Asked) -> bool:
@@ -213,8 +213,8 @@ class Placer:
 
     def _take(self, offer: Offer, cause: Cause) -> None:
         """The victim if it is dormant, else the oldest surplus copy there, else the victim after all."""
-        victim, segment = offer.victim, offer.segment
-        surplus = segment.last_surplus(offer.giver) if segment is not None else NIL
+        giver, victim, segment = offer
+        surplus = NIL if segment is None else segment.last_surplus(giver)
         if surplus != NIL and (victim is None or victim.rank > DORMANT):
             self._reclaim(surplus)
         elif victim is not None:

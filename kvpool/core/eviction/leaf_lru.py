@@ -37,7 +37,8 @@ class LeafLru:
     def first(self, segment: int, owner: int, now_us: int) -> Candidate | None:
         """See `EvictionPolicy.first`."""
         leaves = self._leaves.of(segment, now_us)
-        leaves.woken.clear()
+        if leaves.woken:
+            leaves.woken.clear()
         for rank in (DORMANT, VISIBLE):
             queue = owner << 1 | rank
             if leaves.by_use.get(queue) and (row := self._leaves.oldest(leaves, queue, now_us)) != NIL:
