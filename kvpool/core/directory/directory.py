@@ -387,12 +387,8 @@ class Directory:
         return LookupStats(
             asked_tokens=sum(entry.asked_blocks * entry.namespace.block_tokens for entry in entries),
             matched_tokens=sum(entry.matched_blocks * entry.namespace.block_tokens for entry in entries),
-            misses=self.misses(),
+            misses={reason: self._state.misses[reason] for reason in MissReason},
         )
-
-    def misses(self) -> dict[MissReason, int]:
-        """Look-ups that ended early, by why."""
-        return {reason: self._state.misses[reason] for reason in MissReason}
 
     @property
     def view(self) -> View:
