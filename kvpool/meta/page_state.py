@@ -78,7 +78,7 @@ def _ask(
     heads: list[HotHead], directory: Directory, _: Members
 ) -> tuple[list[HeadView | None], list[MissView], dict[MissReason, int]]:
     view = directory.view
-    return [view.head(head) for head in heads], view.misses(), directory.misses()
+    return [view.head(head) for head in heads], view.misses(), directory.lookup_stats().misses
 
 
 def _nodes(status: MetaStatus) -> Iterable[dict[str, Any]]:

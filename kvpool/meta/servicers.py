@@ -190,7 +190,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> admin_pb2.GetStatusResponse:
         status, tenant = self._service.status(), principal_of(context).tenant
-        misses = self._service.ask(lambda directory, _: directory.misses())
+        misses = self._service.ask(lambda directory, _: directory.lookup_stats().misses)
         return admin_pb2.GetStatusResponse(
             incarnation=status.incarnation,
             version=self._version,

@@ -11,6 +11,7 @@ from kvpool.cli.checks import devices, host, pool, tls
 from kvpool.cli.checks.devices import DeviceFacts
 from kvpool.cli.checks.finding import Verdict
 from kvpool.cli.checks.host import UNLIMITED, HostFacts, Room
+from kvpool.cli.main import main
 from kvpool.client.results import NodeStatus, PoolStatus, RecoveryStatus
 from kvpool.core.namespace import Namespace
 from kvpool.ops.pem import Leaf
@@ -194,6 +195,26 @@ def test_certificates_that_soon_end():
 
     assert (finding.verdict, finding.fix) == (Verdict.WARN, "kvpool certs /pki: renews it")
     assert tls.judge_leaf(Path("/pki/meta.pem"), dataclasses.replace(leaf, left_s=9e9)).verdict == Verdict.OK
+
+
+def test_each_certificate_is_checked_with_its_key(tmp_path):
+    assert main(["certs", str(tmp_path), "--node=n0", "--format=json"]) == 0
+    with_tls = Settings.model_validate({"tls": {"dir": str(tmp_path)}})
+
+    found = {Path(finding.seen.split(":")[0]).name: finding for finding in tls.check_tls(with_tls, "h")}
+    assert {name: finding.verdict for name, finding in found.items()} == dict.fromkeys(
+        ("admin.pem", "client.pem", "meta.pem", "node-n0.pem"), Verdict.OK
+    )
+
+    (tmp_path / "meta-key.pem").chmod(0o644)
+    [bad] = [finding for finding in tls.check_tls(with_tls, "h") if finding.verdict != Verdict.OK]
+    assert (bad.verdict, "chmod 600" in bad.seen) == (Verdict.FAIL, True)
+
+
+def test_a_folder_without_certificates(tmp_path):
+    [finding] = tls.check_tls(Settings.model_validate({"tls": {"dir": str(tmp_path)}}), "h")
+
+    assert (finding.verdict, finding.fix) == (Verdict.FAIL, f"kvpool certs {tmp_path}")
 
 
 def test_plaintext_is_for_this_host_alone():

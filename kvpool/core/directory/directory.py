@@ -412,7 +412,7 @@ class Directory:
         return LookupStats(
             asked_tokens=sum(entry.asked_blocks * entry.namespace.block_tokens for entry in entries),
             matched_tokens=sum(entry.matched_blocks * entry.namespace.block_tokens for entry in entries),
-            misses=self.misses(),
+            misses={reason: self._state.misses[reason] for reason in MissReason},
         )
 
     # Tenants
@@ -436,10 +436,6 @@ class Directory:
     def trim(self, most: int) -> bool:
         """Evict up to ``most`` blocks of tenants above their quota; whether there may be more to do now."""
         return quotas.trim(self._state, most)
-
-    def misses(self) -> dict[MissReason, int]:
-        """Look-ups that ended early, by why."""
-        return {reason: self._state.misses[reason] for reason in MissReason}
 
     @property
     def view(self) -> View:

@@ -130,7 +130,7 @@ function nice(value) {
 
 function drawChart() {
   const [width, height, left] = [1160, 150, 74];
-  const top = nice(Math.max(...history.map((one) => Math.max(one.read, one.stored)), 1));
+  const top = nice(Math.max(...history.map((one) => Math.max(one.read, one.stored)), 1000));
   const inner = svg("g", { transform: `translate(${left},10)` });
   for (const part of [0, 0.5, 1]) {
     const y = height * (1 - part);
