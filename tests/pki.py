@@ -9,6 +9,7 @@ from pathlib import Path
 from kvpool.core.identities import META, client_identity, node_identity
 from kvpool.ops.addresses import split_address
 from kvpool.ops.credentials import CredentialFiles, Credentials
+from kvpool.ops.curve import make_keys
 from kvpool.ops.issuing import Authority
 
 DAY = dt.timedelta(days=1)
@@ -21,15 +22,17 @@ class Pki:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "certs"
         self.authority = Authority(self.folder, 30)
-        for name, identity in {
+        holders = {
             "meta": META,
             "node-n0": node_identity("n0"),
             "node-n1": node_identity("n1"),
             "client": client_identity("acme", "engine"),
             "admin": "kvpool://admin/admin",
             "observer": "kvpool://observer/watch",
-        }.items():
+        }
+        for name, identity in holders.items():
             self.issue(name, identity)
+        make_keys(self.folder, holders)
         foreign = Authority(folder / "foreign", 30)
         foreign.issue("client", client_identity("acme", "engine"), renew=False)
         self.foreign = folder / "foreign"

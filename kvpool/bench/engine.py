@@ -162,6 +162,18 @@ class PageCache:
         assert pages == list(range(self._pages)), "a page is lost or used twice"
 
 
+class NoCache:
+    """No prefix cache: every request finds nothing and takes the first pages. For engines that show the pool alone."""
+
+    def match(self, hashes: Sequence[bytes]) -> int:  # noqa: ARG002 - as a cache that holds nothing
+        """Nothing is resident."""
+        return 0
+
+    def admit(self, hashes: Sequence[bytes]) -> list[int]:
+        """Pages for the whole chain, whatever the request before had in them."""
+        return list(range(len(hashes)))
+
+
 class PagedBuffer:
     """The KV memory: a K and a V plane of pages, so that a block is two pieces that do not touch."""
 
@@ -199,10 +211,18 @@ class PagedBuffer:
 
 
 class Engine:
-    """Serves one request at a time, from one thread; owns its pages, shares only the pool with others."""
+    """Serves one request at a time, from one thread; owns its pages, shares only the pool with others.
 
-    def __init__(self, pages: int, block_bytes: int, block_tokens: int, pool: Pool) -> None:
-        self._cache = PageCache(pages)
+    Args:
+        pages: Blocks that its memory holds.
+        block_bytes: Bytes of a block.
+        block_tokens: Tokens of a block.
+        pool: Where it loads from and saves to.
+        keeps: Whether pages of finished requests stay as a prefix cache of its own.
+    """
+
+    def __init__(self, pages: int, block_bytes: int, block_tokens: int, pool: Pool, *, keeps: bool = True) -> None:
+        self._cache = PageCache(pages) if keeps else NoCache()
         self._buffer = PagedBuffer(pages, block_bytes)
         self._pages = pages
         self._block_bytes = block_bytes

@@ -37,9 +37,9 @@ def plot(rows: Sequence[SimulateRow], title: str, path: Path) -> None:
         raise UsageError(f"plot {str(path)!r} cannot be written: {error}; give another file") from error
 
 
-def require_matplotlib() -> None:
-    """Raise UsageError where it is missing: before minutes of simulation, not after."""
+def require_matplotlib(option: str = "--plot") -> None:
+    """Raise UsageError that names ``option`` where it is missing: before minutes of simulation, not after."""
     try:
         import matplotlib as mpl  # noqa: F401, PLC0415
     except ImportError as error:
-        raise UsageError("--plot needs matplotlib; install it: pip install 'kvpool[plot]'") from error
+        raise UsageError(f"{option} needs matplotlib; install it: pip install 'kvpool[plot]'") from error

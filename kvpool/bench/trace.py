@@ -5,23 +5,20 @@ An id names one block *and all before it*. A file lists either every block, the 
 (``len(hash_ids) == ceil(input_length / block)``), or full blocks only (floor); the block size is not stated.
 """
 
-import gzip
 import hashlib
-import zlib
-from collections.abc import Iterator, Sequence
-from io import BufferedReader
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from kvpool.bench.lines import raw_lines
 from kvpool.bench.workload import Request, Workload
 from kvpool.core.errors import UsageError
 from kvpool.core.keys import NO_PARENT
 from kvpool.core.limits import MATCH_BLOCKS_MAX
 
-LINE_BYTES_MAX = 4 << 20
 REQUESTS_MAX = 1_000_000
 REFERENCES_MAX = 50_000_000
 """Block references of a whole trace: 8 bytes each in memory, so 400 MB."""
@@ -32,8 +29,6 @@ BLOCK_TOKENS_STANDARD = (16, 32, 64, 128, 256, 512, 1024)
 """Block sizes tried, smallest first, when none is given."""
 
 _ID_MAX = (1 << 63) - 1
-_GZIP_MAGIC = b"\x1f\x8b"
-
 BlockId = Annotated[int, Meta(ge=0, le=_ID_MAX)]
 
 
@@ -88,11 +83,10 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Workload:
         UsageError: The file cannot be read, a line is malformed or beyond the limits, or the block size is
             wrong or cannot be told. The message names file, line and fix.
     """
-    if block_tokens is not None and not 1 <= block_tokens <= BLOCK_TOKENS_MAX:
-        raise UsageError(f"block tokens are {block_tokens}; they must be from 1 to {BLOCK_TOKENS_MAX}")
+    check_block_tokens(block_tokens)
     lines: list[TraceLine] = []
     references = 0
-    for number, raw in _raw_lines(path):
+    for number, raw in raw_lines(path):
         lines.append(parse_line(raw, path.name, number))
         references += len(lines[-1].hash_ids)
         if len(lines) > REQUESTS_MAX or references > REFERENCES_MAX:
@@ -111,6 +105,12 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Workload:
     return Workload(path.name, size, tuple(requests))
 
 
+def check_block_tokens(block_tokens: int | None) -> None:
+    """Refuse a block size that none can be; raises UsageError."""
+    if block_tokens is not None and not 1 <= block_tokens <= BLOCK_TOKENS_MAX:
+        raise UsageError(f"block tokens are {block_tokens}; they must be from 1 to {BLOCK_TOKENS_MAX}")
+
+
 def parse_line(raw: bytes, file: str, number: int) -> TraceLine:
     """One line.
 
@@ -125,32 +125,6 @@ def parse_line(raw: bytes, file: str, number: int) -> TraceLine:
             '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [id, ...]}: '
             "correct or delete the line, or fetch the file again if it was cut off"
         ) from error
-
-
-def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines; no more than `LINE_BYTES_MAX` of a line is ever held."""
-    number = 0
-    try:
-        with _open(path) as stream:
-            while raw := stream.readline(LINE_BYTES_MAX + 1):
-                number += 1
-                if len(raw) > LINE_BYTES_MAX:
-                    raise UsageError(
-                        f"{path.name}, line {number} is longer than {LINE_BYTES_MAX} bytes; put one request on a line"
-                    )
-                yield number, raw
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UsageError(
-            f"{path.name}, after line {number}: damaged or cut-off gzip data ({error}); fetch the file again"
-        ) from error
-    except OSError as error:
-        raise UsageError(f"trace {str(path)!r} cannot be read: {error}; give a readable file") from error
-
-
-def _open(path: Path) -> BufferedReader | gzip.GzipFile:
-    with path.open("rb") as file:
-        packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-    return gzip.open(path) if packed else path.open("rb")
 
 
 def _infer_block_tokens(lines: Sequence[TraceLine], file: str) -> int:

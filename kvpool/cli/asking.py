@@ -19,10 +19,10 @@ _HEX = re.compile(r"[0-9A-Fa-f]+")
 Where = Namespace | bytes | str | None
 
 
-def read_hashes(single: str | None, request: str | None) -> list[bytes]:
-    """The hashes of ``--hash``, or of the file, or standard input (-), of ``--request``."""
+def read_hashes(single: str | None, request: str | None, what: str = "--hash") -> list[bytes]:
+    """The hashes of ``--hash`` (or what else it is called), or of the file, or standard input (-), of ``--request``."""
     if single is not None:
-        return [_hash(single, "--hash")]
+        return [_hash(single, what)]
     assert request is not None
     try:
         text = sys.stdin.read(REQUEST_BYTES_MAX) if request == "-" else _read(Path(request))
@@ -34,21 +34,21 @@ def read_hashes(single: str | None, request: str | None) -> list[bytes]:
     return hashes
 
 
-def find_where(text: str, namespaces: Mapping[str, str]) -> Namespace | bytes:
+def find_where(text: str, namespaces: Mapping[str, str], flag: str = "--namespace") -> Namespace | bytes:
     """The namespace meant: a file with its document, its id, or the first digits of an open one's."""
     path = Path(text)
     if _HEX.fullmatch(text) is None or path.is_file():
         try:
             return parse_namespace(_read(path).encode())
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--namespace {text!r} is no id, and as a file cannot be read: {error}") from error
+            raise UsageError(f"{flag} {text!r} is no id, and as a file cannot be read: {error}") from error
     if len(text) == 2 * HASH_BYTES:
         return bytes.fromhex(text)
     meant = [namespace for namespace in namespaces if namespace.startswith(text.lower())]
     if len(text) < PREFIX_DIGITS_MIN or len(meant) != 1:
         shown = ", ".join(namespace[:16] for namespace in (meant or namespaces)) or "none"
         raise UsageError(
-            f"--namespace {text}: {len(meant)} namespaces begin like that; give {PREFIX_DIGITS_MIN} digits or more of "
+            f"{flag} {text}: {len(meant)} namespaces begin like that; give {PREFIX_DIGITS_MIN} digits or more of "
             f"one that is open: {shown}"
         )
     return bytes.fromhex(meant[0])

@@ -30,11 +30,16 @@ from kvpool.bench.vllm_engine import require_vllm
 from kvpool.bench.vllm_mooncake import missing_mooncake
 from kvpool.bench.vllm_rows import MOONCAKE, PATHS
 from kvpool.bench.workload import AgentSettings, Workload, agent_workload
+from kvpool.cli.bench_compare import compare
 from kvpool.cli.bench_disk import DiskRows, disk_rows, disk_views
 from kvpool.cli.bench_gpu import gpu_views
+from kvpool.cli.bench_index import index_views
+from kvpool.cli.bench_probe import probe
 from kvpool.cli.bench_recovery import recovery_views
+from kvpool.cli.bench_trace import trace as replay_trace
 from kvpool.cli.bench_vllm import vllm_views
 from kvpool.cli.output import Format, FormatOption, emit, table, target
+from kvpool.cli.progress import progress
 from kvpool.cli.signals import SESSION_ENDINGS, unwind_once
 from kvpool.core.errors import UsageError
 from kvpool.core.units import format_size, parse_size
@@ -60,6 +65,7 @@ MEMORY_BLOCKS = 1_000_000
 RECOVERY_BLOCKS = 1_000_000
 
 bench = typer.Typer()
+bench.command()(probe)
 
 
 @bench.callback()
@@ -235,9 +241,20 @@ def gpu(
     _show(gpus.measure_gpu(GpuSettings(rounds=rounds, delay_pairs=delay_pairs, between=between)), output)
 
 
+bench.command(name="trace")(replay_trace)
+bench.command()(compare)
+
+
 @bench.command(name="all")
-def all_(*, output: FormatOption = Format.TEXT) -> None:
+def all_(
+    *,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the rows to this file too, for `kvpool bench compare`.")
+    ] = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
     """Run every benchmark but vllm and gpu, which need more than kvpool, with its defaults; takes a few minutes."""
+    saved: list[Row] = []
     products = itertools.product(transfers.transports_here(), transfers.OPS, transfers.BLOCK_BYTES)
     for rows in (
         _transfer_rows(TransferSettings(transport=t, op=op, block_bytes=size) for t, op, size in products),
@@ -246,7 +263,10 @@ def all_(*, output: FormatOption = Format.TEXT) -> None:
         _recovery_rows(RECOVERY_BLOCKS, [agent_workload(AgentSettings())]),
         replication.measure_replicas(ReplicaSettings()),
     ):
-        _show(rows, output)
+        saved += _show(rows, output)
+    if save is not None:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        save.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in saved))
 
 
 def _transfer_rows(settings: Iterable[TransferSettings]) -> Iterator[Row]:
@@ -275,20 +295,19 @@ def _recovery_rows(blocks: int, workloads: Iterable[Workload]) -> Iterator[Row]:
     yield from map(losses.measure_loss, workloads)
 
 
-def _show(rows: Iterable[Row], output: Format) -> None:
-    """JSON: each row as soon as it is measured; text: one table for each kind of row."""
+def _show(rows: Iterable[Row], output: Format) -> list[Row]:
+    """JSON: each row as soon as it is measured; text: one table for each kind of row. Returns the rows."""
     done: list[Row] = []
-    for row in rows:
-        done.append(row)
-        if output is Format.JSON:
-            emit(row, output, "")
+    with progress("rows measured", None, shown=output is Format.TEXT) as on_row:
+        for row in rows:
+            done.append(row)
+            on_row()
+            if output is Format.JSON:
+                emit(row, output, "")
     if output is Format.TEXT:
         for view in (
             _transfers(done),
-            _lookups(done),
-            _cores(done),
-            _memory(done),
-            _stores(done),
+            *index_views(done),
             *recovery_views(done),
             *disk_views(done),
             *vllm_views(done),
@@ -296,6 +315,7 @@ def _show(rows: Iterable[Row], output: Format) -> None:
         ):
             if view is not None:
                 emit(None, output, view)
+    return done
 
 
 def _transfers(rows: Sequence[Row]) -> RenderableType | None:
@@ -328,61 +348,6 @@ def _transfers(rows: Sequence[Row]) -> RenderableType | None:
             if isinstance(row, CipherRow)
         ),
     )
-
-
-def _lookups(rows: Sequence[Row]) -> RenderableType | None:
-    cells = [
-        (
-            f"{row.size:,}",
-            row.via,
-            f"{row.p50_ms:.3f}",
-            target(lookups.TARGETS_MS.get(row.size), "<="),
-            f"{row.p99_ms:.3f}",
-            f"{row.keys_per_s:,.0f}",
-        )
-        for row in rows
-        if isinstance(row, LookupRow)
-    ]
-    return table(("#look-up of blocks", "via", "#p50 ms", "#target", "#p99 ms", "#keys/s"), cells) if cells else None
-
-
-def _cores(rows: Sequence[Row]) -> RenderableType | None:
-    cells = [(f"{row.size:,}", f"{row.p50_us:.1f}") for row in rows if isinstance(row, LookupCoreRow)]
-    return table(("#directory alone, blocks", "#p50 us"), cells) if cells else None
-
-
-def _memory(rows: Sequence[Row]) -> RenderableType | None:
-    cells = [
-        (
-            f"{row.blocks:,}",
-            f"{row.bytes_per_block:.0f}",
-            target(lookups.TARGET_BYTES_PER_BLOCK, "<="),
-            f"{row.bytes_per_copy:.0f}",
-            target(lookups.TARGET_BYTES_PER_COPY, "<="),
-        )
-        for row in rows
-        if isinstance(row, DirectoryMemoryRow)
-    ]
-    columns = ("#directory of blocks", "#bytes a block", "#target", "#bytes a further copy", "#target")
-    return table(columns, cells) if cells else None
-
-
-def _stores(rows: Sequence[Row]) -> RenderableType | None:
-    cells = [
-        cell
-        for row in rows
-        if isinstance(row, StoreRow)
-        for cell in (
-            (
-                "index: reserve + commit, blocks/s",
-                f"{row.blocks_per_s:,.0f}",
-                target(stores.TARGET_BLOCKS_PER_S, ">="),
-            ),
-            ("2 MiB put until visible elsewhere, ms", f"{row.visible_ms:.2f}", target(stores.TARGET_VISIBLE_MS, "<=")),
-            ("through a node, 4 KiB blocks/s", f"{row.end_to_end_blocks_per_s:,.0f}", target(None, "")),
-        )
-    ]
-    return table(("store", "#measured", "#target"), cells) if cells else None
 
 
 def _words(text: str) -> list[str]:

@@ -9,11 +9,12 @@ import typer
 from kvpool.cli.output import Format, FormatOption, emit, table
 from kvpool.core.errors import UsageError
 from kvpool.core.identities import META, client_identity, node_identity, operator_identity
+from kvpool.core.namespace import DEFAULT_TENANT
 from kvpool.core.principals import Role
+from kvpool.ops.curve import make_keys
 from kvpool.ops.issuing import Authority, write_file
 from kvpool.ops.tokens import new_token, token_digest
 
-DEFAULT_TENANT = "default"
 TOKENS_FILE = "tokens"
 
 _NODE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -44,7 +45,7 @@ def certs(
     """Make a CA and certificates for a pool: the metadata service, an admin, a client, and the nodes named.
 
     A folder that is there keeps its CA; its certificates are renewed when less than a third of their days is left. Copy
-    ca.pem and a part's own two files to where it runs, and give it --tls-dir; running processes take new files by
+    ca.pem and a part's own files to where it runs, and give it --tls-dir; running processes take new files by
     themselves. The CA's key, ca-key.pem, stays here.
     """
     authority = Authority(folder, days)
@@ -54,7 +55,9 @@ def certs(
         wanted["observer"] = operator_identity(Role.OBSERVER, "observer")
     wanted |= {f"node-{_node(name)}": node_identity(name) for name in node or []}
     wanted |= {f"client-{tenant}-{name}": client_identity(tenant, name) for tenant, name in map(_holder, client or [])}
-    issued = [authority.issue(name, identity, renew=renew) for name, identity in (authority.names() | wanted).items()]
+    holders = authority.names() | wanted
+    issued = [authority.issue(name, identity, renew=renew) for name, identity in holders.items()]
+    make_keys(folder, holders)
     made = [_make_token(folder, *_holder(text)) for text in token or []]
     rows = [(f"{one.name}.pem", one.identity, one.until, one.done) for one in issued] + made
     emit({"new_ca": authority.is_new, "certificates": issued, "tokens": made}, output, table(_COLUMNS, rows))

@@ -1,6 +1,5 @@
 """`kvpool drain`: empties a node and lets it leave, and shows how far that has come."""
 
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +8,7 @@ import typer
 from kvpool.cli import ConfigOption
 from kvpool.cli.connecting import connect_operator
 from kvpool.cli.output import Format, FormatOption, emit
+from kvpool.cli.progress import progress
 from kvpool.core.errors import KvpoolError
 from kvpool.core.units import format_size, parse_duration
 from kvpool.ops.logging import configure
@@ -60,20 +60,13 @@ def drain(
 
 def _watch(client: "Client", status: "DrainStatus", *, stay: bool, output: Format) -> "DrainStatus":
     """Show progress until the drain is over, and the node gone if it is to leave."""
-    shows = output is Format.TEXT and sys.stderr.isatty()
-    while status.state == "copying" or (status.state == "drained" and not stay):
-        if shows:
-            typer.echo(f"\r{_progress(status)}\x1b[K", err=True, nl=False)
-        time.sleep(POLL_S)
-        status = client.drain_status(status.node_id)
-    if shows:
-        typer.echo("\r\x1b[K", err=True, nl=False)
+    with progress(f"{status.node_id}: blocks copied", status.blocks, shown=output is Format.TEXT) as on_blocks:
+        on_blocks(status.blocks - status.left_blocks)
+        while status.state == "copying" or (status.state == "drained" and not stay):
+            time.sleep(POLL_S)
+            before, status = status, client.drain_status(status.node_id)
+            on_blocks(before.left_blocks - status.left_blocks)
     return status
-
-
-def _progress(status: "DrainStatus") -> str:
-    done = status.blocks - status.left_blocks
-    return f"{status.node_id}: {done:,} of {status.blocks:,} blocks copied, {format_size(status.left_bytes)} left"
 
 
 def _text(status: "DrainStatus") -> str:

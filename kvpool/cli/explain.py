@@ -22,6 +22,7 @@ _COLUMNS = ("#block", "hash", "state", "because")
 
 _CAUSES = {
     Cause.ROOM: "the pool was full, and it was the block unused for longest that no other needs",
+    Cause.QUOTA: "its tenant had more than its quota, and it was the tenant's oldest",
     Cause.SCATTERED: "its node's free memory was too scattered for a new block",
     Cause.DEADLINE: "its writer did not finish in time",
     Cause.ABORTED: "its writer gave it up",

@@ -1,6 +1,7 @@
 """The `kvpool` command: decides which command runs and with which code the process exits.
 
-Exit codes: 0 ok, 1 failed, 2 usage, 3 the pool cannot be reached, 4 the pool is not healthy, 130 interrupted.
+Exit codes: 0 ok, 1 failed, 2 usage, 3 the pool cannot be reached, 4 the pool is not healthy, 130 interrupted, 141
+nobody reads its output.
 """
 
 import importlib
@@ -22,9 +23,16 @@ _COMMANDS = {
     "meta": "Run the metadata service.",
     "node": "Run a store node.",
     "drain": "Copy a node's blocks to other nodes and let it leave.",
+    "quota": "Show or change what tenants may hold and ask for.",
     "status": "Show the nodes and namespaces of a pool.",
+    "top": "Watch a pool: nodes, tiers, hit rate, bytes, namespaces.",
+    "stat": "Print a line a second of what a pool does.",
+    "namespaces": "Show the namespaces of a pool, or in which fields two differ.",
+    "block": "Show where a block is and what holds it there.",
     "ping": "Store and load a few blocks and say how long it took.",
     "explain": "Say why blocks are not found.",
+    "events": "Follow what the pool holds, as it changes.",
+    "doctor": "Check this host and a pool, and say how to put right what is found.",
     "verify": "Let nodes check all the blocks they hold.",
     "demo": "Run engines against a real pool and show what it saved them.",
     "demo-vllm": "Run two vLLM engines against a real pool and compare their times and answers.",
@@ -50,6 +58,9 @@ _EXIT_CODES: dict[type[Exception], int] = {
 INTERRUPTED = 130
 """What shells say of a process that Ctrl-C ended."""
 
+UNREAD = 141
+"""What shells say of a process that wrote into a pipe that nobody reads: `kvpool stat | head`."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code, after a one-line error on stderr if it is not 0."""
@@ -58,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = build_app(arguments)(arguments, prog_name="kvpool", standalone_mode=False)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes there
+        return UNREAD
     except tuple(_EXIT_CODES) as error:
         code = exit_code(error)
         _report(error, code, as_json=_wants_json(arguments))

@@ -20,7 +20,11 @@ from kvpool.ops.version import __version__
     "meta.http_port",
     "meta.unix_socket",
     "meta.token_port",
+    "meta.events_port",
+    "meta.events_replay_batches",
+    "meta.events_hwm",
     "meta.insecure",
+    "meta.audit",
     "meta.lease_max_s",
     "meta.lease_cap",
     "meta.reservation_ttl_s",
@@ -38,6 +42,8 @@ from kvpool.ops.version import __version__
     "meta.replicas_max",
     "meta.replica_read_rate",
     "meta.replica_budget",
+    "meta.tenants",
+    "meta.tenant_default",
     *SERVER_TLS_KEYS,
 )
 def meta(settings: Settings, output: Format) -> None:
@@ -55,7 +61,9 @@ def meta(settings: Settings, output: Format) -> None:
             places["for_tokens"] = f"grpc://{server.token_address}"
         if settings.meta.unix_socket is not None:
             places["unix"] = str(settings.meta.unix_socket)
-        places["http"] = f"http://{server.http_address}"
+        if server.events is not None:
+            places |= zip(("events", "events_replay"), server.event_endpoints, strict=True)
+        places["http"] = server.http_uri
         ready = {"event": "ready", "role": "meta", "pid": os.getpid(), "security": server.security, **places}
         emit(ready, output, f"kvpool meta {__version__} ready ({server.security}): {', '.join(places.values())}")
 

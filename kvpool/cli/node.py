@@ -32,6 +32,8 @@ from kvpool.ops.version import __version__
     "node.unix_socket",
     "node.ucx",
     "node.ucx_plaintext",
+    "node.mapping",
+    "node.audit",
     "node.insecure",
     "node.connections_max",
     "node.keep_segment",
@@ -60,7 +62,7 @@ def node(settings: Settings, output: Format) -> None:
             "data": f"{'tls' if server.security == Security.TLS else 'tcp'}://{server.data_address}",
             "unix": str(server.unix_path),
             "grpc": f"grpc://{server.grpc_address}",
-            "http": f"http://{server.http_address}",
+            "http": server.http_uri,
             "capacity_bytes": settings.node.capacity_bytes,
         }
         name, size = settings.node.node_id, format_size(settings.node.capacity_bytes)

@@ -38,6 +38,12 @@ def emit(record: object, output: Format, text: RenderableType) -> None:
         Console(highlight=False, markup=False).print(text)
 
 
+def shown(text: str, most: int = 60) -> str:
+    """What others named, to print: no control characters that would move a terminal's cursor, and not without end."""
+    clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[: most + 1])
+    return clean if len(clean) <= most else clean[: most - 1] + "…"
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table for ``emit``; a column whose name starts with ``#`` holds numbers and is right-aligned."""
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Group, RenderableType
 
+from kvpool.bench.formats import read_workload
 from kvpool.bench.hitrate import DEFINITION
 from kvpool.bench.plot import plot as draw
 from kvpool.bench.plot import require_matplotlib
@@ -22,7 +23,6 @@ from kvpool.bench.simulate import (
 from kvpool.bench.simulate import (
     simulate as run,
 )
-from kvpool.bench.trace import read_trace
 from kvpool.bench.workload import Workload
 from kvpool.cli.output import Format, FormatOption, emit, table
 from kvpool.cli.progress import progress
@@ -31,7 +31,7 @@ from kvpool.core.units import format_size, parse_size
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="Trace in Mooncake's JSONL format, plain or gzip.")],
+    trace: Annotated[Path, typer.Argument(help="Trace: Mooncake's JSONL, or sessions of text; plain or gzip.")],
     *,
     capacity: Annotated[
         str, typer.Option(help="Sizes of the pool: parts of the unique blocks (10%), or sizes (64GiB).")
@@ -44,8 +44,9 @@ def simulate(
         str | None, typer.Option(help="KV bytes of a token, all layers and ranks together, such as 38kB.")
     ] = None,
     block_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a block covers. [default: the trace's own]")
+        int | None, typer.Option(min=1, help="Tokens a block covers. [default: the trace's own; of text: 16]")
     ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A model's tokenizer.json, for sessions of text.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves to this PNG file (needs matplotlib).")] = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
@@ -62,7 +63,7 @@ def simulate(
     if plot is not None:
         require_matplotlib()
     unwind_once(SESSION_ENDINGS)
-    workload = read_trace(trace, block_tokens)
+    workload = read_workload(trace, block_tokens, tokenizer)
     rows: list[SimulateRow] = []
     passes = len(settings.policies) * len(settings.capacities)
     with progress("requests", passes * len(workload.requests), shown=output is Format.TEXT) as on_request:

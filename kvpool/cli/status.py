@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from kvpool.cli import with_settings
 from kvpool.cli.connecting import CLIENT_TLS_KEYS, connect_operator
 from kvpool.cli.output import Format, UnhealthyError, emit, table
+from kvpool.cli.tenants import shows_tenants, tenants_table
 from kvpool.core.directory import DISK
 from kvpool.core.members import MemberState
 from kvpool.core.units import format_size
@@ -52,7 +53,9 @@ def _view(pool_status: "PoolStatus") -> RenderableType:
     ]
     headline = f"incarnation {pool_status.incarnation}, namespaces {len(pool_status.namespaces)}"
     columns = (*_COLUMNS, *(["disk"] if has_disks else []), *(["copied here"] if has_copies else []))
-    return Group(headline, *_security(pool_status), *_recovery(pool_status), table(columns, rows))
+    tenants = [tenants_table(pool_status.tenants)] if shows_tenants(pool_status.tenants) else []
+    heads = (headline, *_security(pool_status), *_recovery(pool_status), *_events(pool_status))
+    return Group(*heads, table(columns, rows), *tenants)
 
 
 def _security(pool_status: "PoolStatus") -> list[str]:
@@ -91,6 +94,16 @@ def _recovery(pool_status: "PoolStatus") -> list[str]:
     of = f" of {recovery.nodes_expected}" if recovery.nodes_expected else ""
     reported = f"{recovery.nodes_reported}{of} nodes have reported"
     return [f"recovering for {recovery.lasted_s:.1f} s: {reported}; blocks not known yet are misses"]
+
+
+def _events(pool_status: "PoolStatus") -> list[str]:
+    """A line where events are published."""
+    if not pool_status.events:
+        return []
+    counts = pool_status.counters
+    told = f"{counts['events_subscribers']} subscribers, {counts['events_messages']:,} messages"
+    untold = f"{counts['events_dropped']:,} drops, {counts['events_lost']:,} lost"
+    return [f"events at {pool_status.events[0]}: {told}, {untold}"]
 
 
 def _check_health(pool_status: "PoolStatus") -> None:

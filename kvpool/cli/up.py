@@ -44,11 +44,11 @@ def up(settings: Settings, output: Format) -> None:
             "pid": os.getpid(),
             "security": pool.meta.security,
             "uri": pool.uri,
-            "http": f"http://{pool.meta.http_address}",
+            "http": pool.meta.http_uri,
             "capacity_bytes": settings.node.capacity_bytes,
             "transports": _transports(settings),
         }
-        emit(ready, output, _banner(settings, pool.uri, pool.meta.http_address))
+        emit(ready, output, _banner(settings, pool.uri, pool.meta.http_uri))
 
     stack = contextlib.ExitStack()
     serve(lambda: stack.enter_context(pool), announce, stack.close)
@@ -71,13 +71,14 @@ def _connect(settings: Settings, uri: str) -> str:
     return f'import kvpool; pool = kvpool.connect("{uri}"{tls})'
 
 
-def _banner(settings: Settings, uri: str, http_address: str) -> str:
+def _banner(settings: Settings, uri: str, http_uri: str) -> str:
     node = settings.node
     rows = {
         "pool": uri,
         "capacity": f"{format_size(node.capacity_bytes)} in {node.device if node.vram else node.segment_dir}",
         "transports": ", ".join(_transports(settings)),
-        "metrics": f"http://{http_address}/metrics",
+        "page": f"{http_uri}/",
+        "metrics": f"{http_uri}/metrics",
         "in Python": _connect(settings, uri),
         "in vLLM": f'vllm serve MODEL --kv-transfer-config "$({_vllm_config(settings, uri)})"',
         "to stop": "Ctrl-C",

@@ -8,6 +8,7 @@ import typer
 from kvpool.cli import with_settings
 from kvpool.cli.connecting import CLIENT_TLS_KEYS, connect_operator
 from kvpool.cli.output import Format, emit, table
+from kvpool.cli.progress import progress
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.units import format_size
 from kvpool.ops.settings import Settings
@@ -31,7 +32,9 @@ def verify(settings: Settings, output: Format, nodes: Nodes = None) -> None:
 
     with connect_operator(settings) as pool:
         chosen = choose_nodes(pool.status().nodes, nodes or [])
-        found = verify_nodes(chosen, settings.client.timeout_s, pool.credentials)
+        blocks = sum(segment.blocks for node in chosen for segment in node.segments)
+        with progress("blocks", blocks, shown=output is Format.TEXT) as on_blocks:
+            found = verify_nodes(chosen, settings.client.timeout_s, pool.credentials, on_blocks)
     emit({"nodes": [_record(node) for node in found]}, output, table(_COLUMNS, map(_row, found)))
     _check(found)
 

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -11,7 +11,16 @@ from kvpool.client.counters import Counters
 from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
 from kvpool.client.nodes import Nodes
-from kvpool.client.results import ClientStats, DrainStatus, NodeStatus, PoolStatus, RecoveryStatus, SegmentStatus
+from kvpool.client.results import (
+    ClientStats,
+    DrainStatus,
+    NamespaceStatus,
+    NodeStatus,
+    PoolStatus,
+    RecoveryStatus,
+    SegmentStatus,
+    TenantStatus,
+)
 from kvpool.core.directory import DISK
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX, DRAIN_S_MAX, STREAMS_MAX
@@ -73,12 +82,16 @@ class Client:
     def namespace(self, namespace: Namespace, timeout_s: float | None = None) -> Keyspace:
         """Open ``namespace`` in the pool.
 
+        Where callers are authenticated, a namespace that names no tenant is the caller's own tenant's, as the
+        keyspace's ``namespace`` then says.
+
         Raises:
+            ForbiddenError: It names another tenant than the caller's.
             UnavailableError: The pool cannot be reached.
             CapacityError: The pool has too many namespaces open.
             ClosedError: The client is closed.
         """
-        keyspace = Keyspace(self, namespace)
+        keyspace = Keyspace(self, self._meta.owned(namespace))
         keyspace._open(self._deadline(timeout_s))
         return keyspace
 
@@ -104,6 +117,10 @@ class Client:
             incarnation=answer.incarnation,
             version=answer.version,
             namespaces={n.namespace.hex(): n.document.decode() for n in answer.namespaces},
+            usage=tuple(map(_namespace_status, answer.namespaces)),
+            misses=dict(answer.misses),
+            uptime_s=answer.uptime_s,
+            unix_time_s=answer.unix_time_s,
             nodes=tuple(
                 _node_status(node, names.get(node.incarnation), carriers.get(node.incarnation, ""))
                 for node in answer.topology.nodes
@@ -111,7 +128,26 @@ class Client:
             counters=dict(answer.counters),
             recovery=_recovery_status(answer.recovery),
             security=answer.security,
+            tenants=tuple(TenantStatus.of(tenant) for tenant in answer.tenants),
+            events=tuple(answer.events),
         )
+
+    def set_quota(
+        self, tenant: str, *, unlimited: Collection[str] = (), timeout_s: float | None = None, **limits: float
+    ) -> TenantStatus:
+        """Change limits of a tenant, known or not, until the metadata service restarts; settings are for longer.
+
+        Args:
+            tenant: Its name.
+            unlimited: Limits to lift, by name.
+            timeout_s: Deadline of the call.
+            limits: New ones: ``bytes``, ``share``, ``pins``, ``lookups_per_s``, ``writes_per_s``; others stay.
+
+        Raises:
+            UsageError: A limit that there is not, or a value that cannot be.
+            UnavailableError: The service cannot be reached.
+        """
+        return TenantStatus.of(self._meta.set_quota(tenant, limits, unlimited, self._deadline(timeout_s)))
 
     def drain(
         self, node_id: str, *, drain_timeout_s: float = 300.0, stay: bool = False, timeout_s: float | None = None
@@ -262,6 +298,20 @@ def _node_status(node: common_pb2.Node, transport: str | None, carrier: str) -> 
         segments=segments,
         scrub=Scrub.of(node.scrub),
         fetched_bytes=dict(node.fetched_bytes),
+        moved_bytes=dict(node.moved_bytes),
+        version=node.version,
+    )
+
+
+def _namespace_status(message: admin_pb2.NamespaceStatus) -> NamespaceStatus:
+    return NamespaceStatus(
+        namespace=message.namespace.hex(),
+        blocks=message.blocks,
+        size_bytes=message.size_bytes,
+        asked_blocks=message.asked_blocks,
+        matched_blocks=message.matched_blocks,
+        read_bytes=message.read_bytes,
+        stored_bytes=message.stored_bytes,
     )
 
 

@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 from kvpool.client.buffers import Buffers, blocks_of
+from kvpool.client.granted import GrantBook
 from kvpool.client.loading import load_blocks, miss_reason
 from kvpool.client.results import LoadResult, Match, Reservation, StoreResult, WriteResult
 from kvpool.client.storing import abort_blocks, reserve_blocks, store_blocks, write_shard
@@ -54,6 +55,7 @@ class Keyspace:
     def __init__(self, client: "Client", namespace: Namespace) -> None:
         self.namespace = namespace
         self._client = client
+        self._grants = GrantBook()
         self._took = {kind: client._counters.times[step].observe for kind, step in _STEPS.items()}
 
     @property

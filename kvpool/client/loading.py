@@ -47,6 +47,7 @@ _REASONS = {
     ReadStatus.BAD: MissReason.VERIFY_FAILED,
     ReadStatus.FAILED: MissReason.NODE_DOWN,
     ReadStatus.LATE: MissReason.OVER_DEADLINE,
+    ReadStatus.REFUSED: MissReason.NODE_DOWN,
 }
 
 
@@ -84,7 +85,13 @@ def load_blocks(
             reasons += [located] * len(step)
             continue
         hashes = packed[(first + step.start) * HASH_BYTES : (first + step.stop) * HASH_BYTES]
-        reasons += _Load(keyspace, hashes, destinations.select(step), shard, deadline).read(located)
+        load = _Load(keyspace, hashes, destinations.select(step), shard, deadline)
+        found = load.read(located)
+        if load.was_refused:  # with grants that are over: another locate brings new ones
+            keyspace._grants.forget()
+            again = _locate(keyspace, packed, first, step, shard, deadline)
+            found = found if isinstance(again, MissReason) else load.read(again)
+        reasons += found
     loaded = next((i for i, reason in enumerate(reasons) if reason is not None), len(reasons))
     if loaded < len(reasons):
         client._counters.missed(reasons)
@@ -109,7 +116,9 @@ def _locate(
     """Where the blocks of ``step`` lie, or why nobody can say; raises UsageError."""
     meta, tracer = keyspace._client._meta, keyspace._client._tracer
     upto = packed[: (first + step.stop) * HASH_BYTES]
-    request = LocateRequest(keyspace.namespace.id, upto, first + step.start, shard, meta.topology.version)
+    request = LocateRequest(
+        keyspace.namespace.id, upto, first + step.start, shard, meta.topology.version, keyspace._grants.version
+    )
     try:
         with tracer.span("kvpool.locate", blocks=len(step)):
             reply = keyspace._call(request, LocateReply, deadline)
@@ -118,6 +127,7 @@ def _locate(
     except KvpoolError as error:
         return miss_reason(error)
     meta.learn(reply.topology)
+    keyspace._grants.learn(reply.grants)
     return reply
 
 
@@ -144,6 +154,7 @@ class _Load:
         self._shard = shard
         self._deadline = deadline
         self._reasons: list[MissReason | None] = []
+        self.was_refused = False
 
     def read(self, reply: LocateReply) -> list[MissReason | None]:
         """Read each block from its best copy, and what fails from the next one; why each was not loaded, or None."""
@@ -188,7 +199,7 @@ class _Load:
         try:
             node, segment = client._nodes.find(number, client._meta.topology)
             transport = client._nodes.transport(node, deadline, Use.READ)
-            batch = self._batch(segment.segment_id, copies, blocks, self._destinations.select(blocks))
+            batch = self._batch(node, segment.segment_id, copies, blocks, self._destinations.select(blocks))
             failpoint("client.read.before_copy")
             with (
                 client._nodes.reading(node, len(blocks) * batch.block_bytes),
@@ -201,6 +212,7 @@ class _Load:
             for block in blocks:
                 self._reasons[block] = miss_reason(error)
             return
+        self.was_refused |= ReadStatus.REFUSED in statuses
         failed = ReadStatus.FAILED in statuses or ReadStatus.LATE in statuses
         client._nodes.judge(node, Use.READ, deadline, failed=failed)
         way = DISK if segment.medium == DISK else transport.name
@@ -209,10 +221,12 @@ class _Load:
             self._take(way, segment.segment_id, copies, blocks, statuses)
             for i in np.flatnonzero(np.frombuffer(statuses, np.uint8) == ReadStatus.BAD).tolist():
                 with suppress(KvpoolError):  # the client is closing
-                    if self._again(transport, segment.segment_id, copies, blocks, i) == ReadStatus.BAD:
+                    if self._again(transport, node, segment.segment_id, copies, blocks, i) == ReadStatus.BAD:
                         self._report(segment.segment_id, blocks[i], copies, i)
 
-    def _again(self, transport: Transport, segment_id: bytes, copies: _Copies, blocks: list[int], i: int) -> int:
+    def _again(
+        self, transport: Transport, node: NodeInfo, segment_id: bytes, copies: _Copies, blocks: list[int], i: int
+    ) -> int:
         """Read a bad copy once more into memory of our own.
 
         The caller's may be at fault, written by another thread or given for two blocks: good copies must not be
@@ -220,10 +234,12 @@ class _Load:
         """
         chosen = np.arange(len(blocks)) == i
         own = Blocks(self._destinations.block_bytes, whole=np.empty(self._destinations.block_bytes, np.uint8))
-        batch = self._batch(segment_id, copies.only(chosen), blocks[i : i + 1], own)
+        batch = self._batch(node, segment_id, copies.only(chosen), blocks[i : i + 1], own)
         return transport.read(batch, self._deadline)[0]
 
-    def _batch(self, segment_id: bytes, copies: _Copies, blocks: list[int], destinations: Blocks) -> ReadBatch:
+    def _batch(
+        self, node: NodeInfo, segment_id: bytes, copies: _Copies, blocks: list[int], destinations: Blocks
+    ) -> ReadBatch:
         namespace = self._keyspace.namespace
         return ReadBatch(
             segment_id=segment_id,
@@ -235,6 +251,7 @@ class _Load:
             generations=copies.generation,
             checksums=copies.checksum,
             destinations=destinations,
+            grant=self._keyspace._grants.of(node.incarnation),
         )
 
     def _take(self, way: str, segment_id: bytes, copies: _Copies, blocks: list[int], statuses: bytearray) -> None:

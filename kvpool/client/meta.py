@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TypeVar
 
 import grpc
+import msgspec
 
 from kvpool.client.breaker import Breaker
 from kvpool.client.retries import RetryBudget
@@ -18,8 +19,11 @@ from kvpool.core.errors import (
     OverloadedError,
     SettingsError,
     UnavailableError,
+    UsageError,
 )
 from kvpool.core.identities import META
+from kvpool.core.namespace import DEFAULT_TENANT, Namespace
+from kvpool.core.tenants import LIMITS
 from kvpool.ops.addresses import split_address
 from kvpool.ops.channels import Channels
 from kvpool.ops.credentials import Credentials
@@ -74,6 +78,8 @@ class MetaClient:
         self._breaker = Breaker(time.monotonic, pause_s=PAUSE_S)
         self._pools: OpenOnce[str, ConnectionPool] = OpenOnce("the client", ConnectionPool.close)
         self.topology = Topology(0, [])
+        self.tenant = ""
+        """Whose blocks this caller may know of, as the service says; empty: it tells nobody from anybody."""
 
     @property
     def _directory(self) -> directory_pb2_grpc.DirectoryStub:
@@ -88,6 +94,12 @@ class MetaClient:
         request = directory_pb2.OpenNamespaceRequest(document=document)
         return self._ask(self._directory.OpenNamespace, request, deadline).namespace
 
+    def owned(self, namespace: Namespace) -> Namespace:
+        """The namespace, with the caller's own tenant where it names none."""
+        if not self.tenant or namespace.tenant != DEFAULT_TENANT:
+            return namespace
+        return msgspec.structs.replace(namespace, tenant=self.tenant)
+
     def status(self, deadline: Deadline) -> admin_pb2.GetStatusResponse:
         """What the service says of the pool; raises UnavailableError."""
         return self._ask(self._admin.GetStatus, admin_pb2.GetStatusRequest(), deadline)
@@ -95,6 +107,10 @@ class MetaClient:
     def explain(self, request: admin_pb2.ExplainRequest, deadline: Deadline) -> admin_pb2.ExplainResponse:
         """Why blocks can or cannot be matched; raises KvpoolError."""
         return self._ask(self._admin.Explain, request, deadline)
+
+    def block(self, request: admin_pb2.GetBlockRequest, deadline: Deadline) -> admin_pb2.GetBlockResponse:
+        """What the directory knows of a block; raises KvpoolError."""
+        return self._ask(self._admin.GetBlock, request, deadline)
 
     def drain(self, node_id: str, drain_timeout_s: float, deadline: Deadline, *, stay: bool) -> admin_pb2.DrainStatus:
         """Begin to drain a node, or go on with it; raises UsageError for a node that is not there."""
@@ -108,6 +124,16 @@ class MetaClient:
     def cancel_drain(self, node_id: str, deadline: Deadline) -> admin_pb2.DrainStatus:
         """Place blocks on the node again; raises UsageError when it does not drain."""
         return self._ask(self._admin.CancelDrain, admin_pb2.CancelDrainRequest(node_id=node_id), deadline)
+
+    def set_quota(
+        self, tenant: str, limits: Mapping[str, float], unlimited: Collection[str], deadline: Deadline
+    ) -> admin_pb2.TenantStatus:
+        """Change limits of a tenant; raises UsageError for one that cannot be."""
+        try:
+            request = admin_pb2.SetQuotaRequest(tenant=tenant, unlimited=unlimited, **limits)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"limits {dict(limits)} cannot be: {error}; they are {', '.join(LIMITS)}") from error
+        return self._ask(self._admin.SetQuota, request, deadline)
 
     def call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool) -> Reply:
         """A hot call; ``again`` allows one more try on a new connection, if the retry budget does too.
@@ -176,7 +202,7 @@ class MetaClient:
     def _find(self, deadline: Deadline) -> ConnectionPool:
         answer = self._pool(deadline)
         pool = first_reachable(answer.framed, self._principal, answer.incarnation, deadline, self._peer)
-        self.topology = _topology(answer.topology)
+        self.topology, self.tenant = _topology(answer.topology), answer.tenant
         self.reconnects += 1
         return pool
 

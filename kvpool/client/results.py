@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvpool.client.tenants import TenantStatus
 from kvpool.core.directory import Match, MissReason
 from kvpool.core.members import Scrub
 from kvpool.transport.wire.messages import SegmentGrant
@@ -13,12 +14,14 @@ __all__ = [
     "DrainStatus",
     "LoadResult",
     "Match",
+    "NamespaceStatus",
     "NodeStatus",
     "PoolStatus",
     "RecoveryStatus",
     "Reservation",
     "SegmentStatus",
     "StoreResult",
+    "TenantStatus",
     "WriteResult",
 ]
 
@@ -147,7 +150,8 @@ class NodeStatus:
     Capacity, use and blocks are those of its memory; ``segments`` has those of its disk. ``carrier`` is what moves the
     bytes below the transport, where its name does not say so: for ucx the transports and devices that UCX has chosen.
     ``scrub`` is what the node has checked of its blocks since it started, ``fetched_bytes`` what it has copied from
-    other nodes, by transport.
+    other nodes, by transport; ``moved_bytes`` what its data plane has moved: "in tcp", "out unix" and so on.
+    ``version`` is that of its software.
     """
 
     node_id: str
@@ -161,6 +165,31 @@ class NodeStatus:
     scrub: Scrub = field(default_factory=Scrub)
     carrier: str = ""
     fetched_bytes: dict[str, int] = field(default_factory=dict)
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceStatus:
+    """What a namespace holds now, and what was asked of it since the service's start.
+
+    Attributes:
+        namespace: Its id (hex).
+        blocks: Entries of the directory.
+        size_bytes: One copy of each of them.
+        asked_blocks: Blocks that look-ups asked for.
+        matched_blocks: Of these, blocks that were there.
+        read_bytes: Bytes that readers were told where to find.
+        stored_bytes: Bytes that writers committed.
+    """
+
+    namespace: str
+    blocks: int
+    size_bytes: int
+    asked_blocks: int
+    matched_blocks: int
+    read_bytes: int
+    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +221,12 @@ class PoolStatus:
         counters: The directory's counts.
         recovery: How far the directory is rebuilt since the service's start.
         security: How the service is guarded: ``tls``, ``loopback`` (plaintext, for its host alone) or ``insecure``.
+        usage: What each namespace holds.
+        misses: Look-ups that ended early since the service's start, by reason.
+        uptime_s: Since that start, on the service's clock: differences of counts are over differences of this.
+        unix_time_s: The time of day there.
+        tenants: By name.
+        events: Where it publishes events: the stream, then replays and snapshots; empty when it does not.
     """
 
     incarnation: int
@@ -201,6 +236,12 @@ class PoolStatus:
     counters: dict[str, int]
     recovery: RecoveryStatus
     security: str = ""
+    usage: tuple[NamespaceStatus, ...] = ()
+    misses: dict[str, int] = field(default_factory=dict)
+    uptime_s: float = 0.0
+    unix_time_s: float = 0.0
+    tenants: tuple[TenantStatus, ...] = ()
+    events: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

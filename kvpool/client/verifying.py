@@ -1,6 +1,6 @@
 """Asking nodes to check all that they hold, in short calls: whoever stops asking has stopped the check."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -53,19 +53,24 @@ def choose_nodes(nodes: Sequence[NodeStatus], names: Sequence[str]) -> list[Node
 
 
 def verify_nodes(
-    nodes: Sequence[NodeStatus], timeout_s: float, credentials: Credentials | None = None
+    nodes: Sequence[NodeStatus],
+    timeout_s: float,
+    credentials: Credentials | None = None,
+    on_blocks: Callable[[int], None] = lambda _: None,
 ) -> list[NodeVerified]:
     """Let nodes check all they hold, side by side; a call without an answer in ``timeout_s`` ends its node's check.
 
-    ``credentials`` prove who asks, over TLS.
+    ``credentials`` prove who asks, over TLS. ``on_blocks`` is told of each part, in threads of this function's own.
     """
     if not nodes:
         return []
     with ThreadPoolExecutor(min(len(nodes), NODES_AT_ONCE), "kvpool-verify") as threads:
-        return list(threads.map(lambda node: _verify(node, timeout_s, credentials), nodes))
+        return list(threads.map(lambda node: _verify(node, timeout_s, credentials, on_blocks), nodes))
 
 
-def _verify(node: NodeStatus, timeout_s: float, credentials: Credentials | None) -> NodeVerified:
+def _verify(
+    node: NodeStatus, timeout_s: float, credentials: Credentials | None, on_blocks: Callable[[int], None]
+) -> NodeVerified:
     found = NodeVerified(node.node_id)
     try:
         peer = None if credentials is None else credentials.toward(node_identity(node.node_id))
@@ -82,6 +87,7 @@ def _verify(node: NodeStatus, timeout_s: float, credentials: Credentials | None)
                     found.bad + part.bad,
                     found.took_s + part.took_us / 1e6,
                 )
+                on_blocks(part.blocks)
     except KvpoolError as error:
         return replace(found, error=str(error))
     return found

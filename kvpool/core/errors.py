@@ -7,14 +7,17 @@ KvpoolError
 │   ├── InvalidNamespaceError   a document that cannot name a namespace
 │   ├── NamespaceMismatchError  a block size, shard or chain that is not the namespace's
 │   ├── ClosedError             use after close()
+│   ├── ForbiddenError          the caller is known, and may not do that
 │   └── SettingsError           a setting that cannot be: names the key, the value and the fix
 ├── UnavailableError        the pool cannot be reached now; retrying may help
 │   ├── AuthenticationError     somebody does not prove who it is, or is not who it should be
 │   ├── DeadlineError           the call's deadline ran out
-│   └── OverloadedError         the peer is there, and has too much to do: try later
+│   ├── OverloadedError         the peer is there, and has too much to do: try later
+│   └── StaleGrantError         a read grant that has run out, or is of an older session: locate again
 ├── ProtocolError           the peer sent what the wire contract does not allow; the connection is closed
 ├── UnknownNamespaceError   the service does not know the namespace (it restarted): open it again
 └── CapacityError           memory that cannot be had: segment too large, limits reached
+    └── QuotaError              a tenant has all that it may have; names the quota and who raises it
 """
 
 __all__ = [
@@ -22,6 +25,7 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "DeadlineError",
+    "ForbiddenError",
     "InvalidBufferError",
     "InvalidHashError",
     "InvalidNamespaceError",
@@ -29,7 +33,9 @@ __all__ = [
     "NamespaceMismatchError",
     "OverloadedError",
     "ProtocolError",
+    "QuotaError",
     "SettingsError",
+    "StaleGrantError",
     "UnavailableError",
     "UnknownNamespaceError",
     "UsageError",
@@ -64,6 +70,10 @@ class ClosedError(UsageError):
     """The client, node or service was closed before the call."""
 
 
+class ForbiddenError(UsageError):
+    """The caller's role, or its tenant, may not do what it asked for; another certificate or token may."""
+
+
 class SettingsError(UsageError):
     """A setting that cannot be used; raised before anything starts."""
 
@@ -84,6 +94,10 @@ class OverloadedError(UnavailableError):
     """The peer refuses calls beyond its limit; it did nothing, and may do it later."""
 
 
+class StaleGrantError(UnavailableError):
+    """A read grant that opens nothing any more: the client locates the blocks again; its caller sees a miss at most."""
+
+
 class ProtocolError(KvpoolError):
     """A peer broke the wire contract; its connection must not be used again."""
 
@@ -94,3 +108,7 @@ class UnknownNamespaceError(KvpoolError):
 
 class CapacityError(KvpoolError):
     """Memory or a table limit that cannot be provided; the message names the limit and how to raise it."""
+
+
+class QuotaError(CapacityError):
+    """A tenant's quota is used up; the message names it and the fix."""

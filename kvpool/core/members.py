@@ -74,10 +74,13 @@ class Member:
         segments: Its segments that are in use.
         off: Those that are not.
         seen_s: When it was last heard of.
+        since_s: When it joined: the beginning of its session.
         state: See `MemberState`.
         numbers: Directory numbers of its segments, in order.
         scrub: As it said last.
         fetched_bytes: Copied from other nodes, by transport; as it said last.
+        version: Of its software, as it said.
+        moved_bytes: Moved by its data plane, by direction and transport; as it said last.
         drains: Whether it is to take no new blocks.
         quiet: Whether it has said nothing for so long that nothing is placed on it.
         leaves: Whether it may end.
@@ -91,10 +94,13 @@ class Member:
     endpoints: tuple[str, ...]
     segments: tuple[MemberSegment, ...]
     seen_s: float
+    since_s: float
     state: MemberState = MemberState.JOINING
     numbers: list[int] = field(default_factory=list)
     scrub: Scrub = field(default_factory=Scrub)
     fetched_bytes: dict[str, int] = field(default_factory=dict)
+    version: str = ""
+    moved_bytes: dict[str, int] = field(default_factory=dict)
     drains: bool = False
     quiet: bool = False
     leaves: bool = False
@@ -141,7 +147,8 @@ class Members:
         """A new session for ``node_id``; an older one ends here. The caller drops what the directory had of it."""
         session = int.from_bytes(self._random_bytes(8), "little") >> 1
         in_use = tuple(segment for segment in segments if not segment.off)
-        member = Member(node_id, incarnation, session, self._random_bytes(32), endpoints, in_use, self._clock())
+        key, now_s = self._random_bytes(32), self._clock()
+        member = Member(node_id, incarnation, session, key, endpoints, in_use, seen_s=now_s, since_s=now_s)
         member.off = tuple(segment for segment in segments if segment.off)
         self._by_id[node_id] = member
         self.version += 1

@@ -15,6 +15,8 @@ from kvpool.core.limits import BLOCK_BYTES_MAX, NAMESPACE_DOCUMENT_BYTES_MAX, SH
 
 _DIGEST_DOMAIN = b"kvpool.namespace.v1\n"
 BLOCK_TOKENS_MAX = 1 << 20
+DEFAULT_TENANT = "default"
+"""Of namespaces that name none; a client that has proven to be of a tenant uses that one instead."""
 
 
 class FieldDifference(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         hash_seed: Seed of that chain (vLLM: ``PYTHONHASHSEED``).
         parallel: Parallel layout, e.g. ``tp2``.
         format_version: Version of the connector's block format.
-        tenant: Owner of the blocks.
+        tenant: Owner of the blocks. Left at its default it is the caller's own, where callers are authenticated.
         epoch: Raised by an operator to forget all older blocks of the namespace.
         extra: Anything else that tells bytes apart.
     """
@@ -61,7 +63,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hash_seed: str = "0"
     parallel: str = ""
     format_version: int = 1
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     epoch: int = 0
     extra: dict[str, str] = {}
 

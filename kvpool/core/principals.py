@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvpool.core.errors import AuthenticationError
+from kvpool.core.errors import ForbiddenError
 
 
 class Role(StrEnum):
@@ -36,9 +36,9 @@ def anyone(name: str) -> Principal:
 
 
 def require_node(principal: Principal, node_id: str) -> None:
-    """The caller must be the node ``node_id``, where anybody is told from anybody; raises AuthenticationError."""
+    """The caller must be the node ``node_id``, where anybody is told from anybody; raises ForbiddenError."""
     if principal.roles == frozenset(Role):  # `anyone`
         return
     if Role.NODE not in principal.roles or principal.name != node_id:
         roles = ", ".join(sorted(principal.roles))
-        raise AuthenticationError(f"the caller is {principal.name!r} ({roles}); this is for node {node_id!r} alone")
+        raise ForbiddenError(f"the caller is {principal.name!r} ({roles}); this is for node {node_id!r} alone")

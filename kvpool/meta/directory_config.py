@@ -15,4 +15,6 @@ def directory_config(settings: MetaSettings, epoch: int) -> DirectoryConfig:
         replicas_max=settings.replicas_max,
         replica_read_rate=settings.replica_read_rate,
         replica_budget=settings.replica_budget,
+        tenants={name: tenant.limits for name, tenant in settings.tenants.items()},
+        tenant_default=settings.tenant_default.limits,
     )

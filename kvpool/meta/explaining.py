@@ -32,10 +32,12 @@ class Target:
     Attributes:
         namespaces: Ids of the open namespaces, in which it may be.
         wanted: The namespace asked for, to compare others with; None when none was described.
+        tenant: Whose namespaces the caller may know of; None: all.
     """
 
     namespaces: tuple[bytes, ...]
     wanted: Namespace | None = None
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,11 @@ class Explained:
     joining: list[str] = field(default_factory=list)
 
 
-def find_target(service: MetaService, namespace_id: bytes, wanted: Namespace | None, model: str) -> Target:
-    """Where to look: by id, else by document, else by model, else everywhere."""
-    namespaces = service.ask(lambda directory, _: directory.namespaces())
+def find_target(
+    service: MetaService, namespace_id: bytes, wanted: Namespace | None, model: str, tenant: str | None = None
+) -> Target:
+    """Where to look: by id, else by document, else by model, else everywhere; among ``tenant``'s, if it is given."""
+    namespaces = [n for n in service.ask(lambda directory, _: directory.namespaces()) if _is_of(n, tenant)]
     if namespace_id:
         wanted = next((namespace for namespace in namespaces if namespace.id == namespace_id), None)
         if wanted is None:
@@ -68,8 +72,8 @@ def find_target(service: MetaService, namespace_id: bytes, wanted: Namespace | N
                 "Give its document, or the model, to see in which fields it differs from those that are open"
             )
     if wanted is not None:
-        return Target(tuple(n.id for n in namespaces if n.id == wanted.id), wanted)
-    return Target(tuple(n.id for n in namespaces if not model or n.model == model))
+        return Target(tuple(n.id for n in namespaces if n.id == wanted.id), wanted, tenant)
+    return Target(tuple(n.id for n in namespaces if not model or n.model == model), tenant=tenant)
 
 
 def explain_blocks(service: MetaService, target: Target, hashes: Iterable[bytes]) -> Explained:
@@ -99,6 +103,8 @@ def _explain(target: Target, block_hash: bytes, directory: Directory, members: M
 def _elsewhere(directory: Directory, target: Target, block_hash: bytes) -> tuple[tuple[bytes, tuple[str, ...]], ...]:
     found: list[tuple[bytes, tuple[str, ...]]] = []
     for namespace in directory.namespaces():
+        if not _is_of(namespace, target.tenant):
+            continue
         if namespace.id in target.namespaces or directory.explain(namespace.id, block_hash) in _UNKNOWN:
             continue
         differences = target.wanted.difference(namespace) if target.wanted is not None else ()
@@ -106,6 +112,10 @@ def _elsewhere(directory: Directory, target: Target, block_hash: bytes) -> tuple
         if len(found) == ELSEWHERE_MAX:
             break
     return tuple(found)
+
+
+def _is_of(namespace: Namespace, tenant: str | None) -> bool:
+    return tenant is None or namespace.tenant == tenant
 
 
 def _joining(members: Members) -> list[str]:

@@ -9,6 +9,8 @@ from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import RESERVE_BLOCKS_MAX, SHARDS_MAX
 from kvpool.core.principals import Principal, anyone, require_node
 from kvpool.meta.service import MetaService
+from kvpool.meta.using import Uses
+from kvpool.ops.audit import Audit
 from kvpool.ops.failpoints import failpoint
 from kvpool.ops.metrics import Latency, latencies
 from kvpool.transport.wire.messages import (
@@ -31,7 +33,8 @@ from kvpool.transport.wire.messages import (
     Statuses,
     unpack,
 )
-from kvpool.transport.wire.server import Payload, Reply
+from kvpool.transport.wire.payload import Payload
+from kvpool.transport.wire.server import Reply
 
 REQUESTS: dict[type[Message], str] = {
     MatchRequest: "match",
@@ -53,11 +56,16 @@ class MetaSession:
     Args:
         service: What answers.
         times: Where to count how long each of `REQUESTS` took; by default nowhere that anyone looks.
+        uses: Where it is told who uses what; by default nowhere.
     """
 
-    def __init__(self, service: MetaService, times: Mapping[str, Latency] | None = None) -> None:
+    def __init__(
+        self, service: MetaService, times: Mapping[str, Latency] | None = None, uses: Uses | None = None
+    ) -> None:
         self._service = service
+        self._uses = uses or Uses(service, Audit())
         self._principal = anyone("")
+        self._own: set[bytes] = set()
         self._handlers: dict[type[Message], Callable[[Any], Message]] = {
             MatchRequest: self._match,
             ReleaseRequest: self._release,
@@ -75,6 +83,7 @@ class MetaSession:
     def greet(self, principal: Principal) -> None:
         """See `Session.greet`."""
         self._principal = principal
+        self._own.clear()
 
     def handle(self, request: Message, payload: Payload) -> Reply:
         """See `Session.handle`; block bytes are not for the metadata service."""
@@ -90,16 +99,20 @@ class MetaSession:
         """See `Session.closed`; reservations outlive a connection until their deadline."""
 
     def _match(self, request: MatchRequest) -> Message:
-        matched = self._service.match(request.namespace, request.hashes, request.first, _seconds(request.lease_ms))
+        matched = self._service.match(
+            self._visible(request.namespace), request.hashes, request.first, _seconds(request.lease_ms)
+        )
         failpoint("meta.match.before_answer")
         return MatchReply(matched.blocks, matched.reason or "", matched.lease)
 
     def _release(self, request: ReleaseRequest) -> Message:
-        return Done(int(self._service.release(request.lease)))
+        return Done(int(self._service.release(request.lease, self._principal.tenant)))
 
     def _locate(self, request: LocateRequest) -> Message:
         shard = None if request.shard == ALL_SHARDS else request.shard
-        location = self._service.locate(request.namespace, request.hashes, request.first, shard)
+        namespace = self._visible(request.namespace)
+        location = self._service.locate(namespace, request.hashes, request.first, shard)
+        self._uses.located(self._principal, request.namespace, location.blocks)
         failpoint("meta.locate.before_answer")
         return LocateReply(
             count=location.blocks,
@@ -111,11 +124,12 @@ class MetaSession:
             generations=location.generation.tobytes(),
             checksums=location.checksum.tobytes(),
             topology=self._service.topology(request.topology),
+            grants=self._service.reads.since(namespace, request.grants) if location.blocks else None,
         )
 
     def _reserve(self, request: ReserveRequest) -> Message:
         reserved = self._service.reserve(
-            request.namespace,
+            self._visible(request.namespace),
             request.hashes,
             request.first,
             request.parent,
@@ -124,6 +138,7 @@ class MetaSession:
         )
         failpoint("meta.reserve.before_answer")
         result = reserved.result
+        self._uses.reserved(self._principal, request.namespace, result.wants)
         return ReserveReply(
             reservation=result.reservation,
             wants=result.wants,
@@ -153,14 +168,18 @@ class MetaSession:
         if request.hashes:
             count_hashes(request.hashes, RESERVE_BLOCKS_MAX)
             hashes = split_hashes(request.hashes)
-        aborted = self._service.abort(request.reservation, hashes, crowded=request.crowded)
+        tenant = self._principal.tenant
+        aborted = self._service.abort(request.reservation, hashes, crowded=request.crowded, tenant=tenant)
         failpoint("meta.abort.before_answer")
         return Done(aborted)
 
     def _report_bad(self, request: ReportBadRequest) -> Message:
         count_hashes(request.hash, 1)
         where = (request.segment_id, request.slot, request.generation)
-        return Done(int(self._service.report_bad(request.namespace, request.hash, *where)))
+        dropped = self._service.report_bad(self._visible(request.namespace), request.hash, *where)
+        if dropped:
+            self._uses.dropped(self._principal)
+        return Done(int(dropped))
 
     def _gone(self, request: GoneRequest) -> Message:
         count = count_hashes(request.hashes, RESERVE_BLOCKS_MAX)
@@ -175,6 +194,16 @@ class MetaSession:
         self._check_node(request.session)
         where = (request.session, request.segment_id, request.namespace)
         return Done(self._service.gone(*where, slots, bad=request.bad))
+
+    def _visible(self, namespace_id: bytes) -> bytes:
+        """See `MetaService.visible`; what was found to be the caller's own stays so, for an id is made of its owner."""
+        tenant = self._principal.tenant
+        if tenant is None or namespace_id in self._own:
+            return namespace_id
+        visible = self._service.visible(namespace_id, tenant)
+        if visible == namespace_id:
+            self._own.add(namespace_id)
+        return visible
 
     def _check_node(self, session: int) -> None:
         """A node speaks for itself alone; of a session that is over nothing is taken anyway."""

@@ -11,6 +11,7 @@ from kvpool.core.keys import select_hashes
 from kvpool.core.limits import HASH_BYTES
 from kvpool.core.members import Member, Members
 from kvpool.core.namespace import Namespace
+from kvpool.meta.read_granting import ReadGranting
 from kvpool.transport.wire.messages import SegmentGrant, pack
 from kvpool.v1 import membership_pb2
 
@@ -27,11 +28,13 @@ class Granting:
         directory: Knows the segments.
         members: Know their nodes' sessions and keys.
         incarnation: Of the service.
+        reads: Seals what a copy is read under.
     """
 
     directory: Directory
     members: Members
     incarnation: int
+    reads: ReadGranting
 
     def grants(self, namespace: Namespace, result: ReserveResult, chain: bytes, ttl_s: float) -> list[SegmentGrant]:
         """The grants of ``result``; ``chain`` begins with the hash above the reserved slice."""
@@ -69,6 +72,7 @@ class Granting:
             slot=copy.slots,
             generation=copy.generations,
             checksum=copy.checksums,
+            source_grant=self.reads.grant(source, namespace.id),
         )
 
     def _grant(self, number: int, segment: Segment, namespace: Namespace, shard: int, ttl_s: float) -> Grant:

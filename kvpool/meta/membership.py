@@ -32,6 +32,7 @@ from kvpool.v1 import membership_pb2, membership_pb2_grpc
 ENDPOINTS_MAX = 16
 SEGMENTS_PER_NODE_MAX = 64
 NODE_ID_CHARS_MAX = 128
+VERSION_CHARS_MAX = 64
 INVENTORY_POLL_S = 0.02
 """How often a stream looks whether its node's inventory is complete; after that it waits for orders alone."""
 
@@ -106,7 +107,9 @@ class MembershipServicer(membership_pb2_grpc.MembershipServicer):
             raise ProtocolError(f"node id of {len(hello.node_id)} characters, {len(hello.endpoints)} endpoints")
         if len(segments) > SEGMENTS_PER_NODE_MAX or any(len(s.segment_id) != SEGMENT_ID_BYTES for s in segments):
             raise ProtocolError(f"segment ids have {SEGMENT_ID_BYTES} bytes; at most {SEGMENTS_PER_NODE_MAX} a node")
-        return self._service.join(hello.node_id, hello.incarnation, tuple(hello.endpoints), segments)
+        member = self._service.join(hello.node_id, hello.incarnation, tuple(hello.endpoints), segments)
+        member.version = hello.version[:VERSION_CHARS_MAX]
+        return member
 
 
 class _Stream:
@@ -179,7 +182,8 @@ class _Stream:
         event = request.WhichOneof("event")
         if event == "heartbeat":
             heartbeat = request.heartbeat
-            said = (Scrub.of(heartbeat.scrub), heartbeat.segments, heartbeat.fetched_bytes)
+            moved = (heartbeat.fetched_bytes, heartbeat.moved_bytes)
+            said = (Scrub.of(heartbeat.scrub), heartbeat.segments, *moved)
             self._service.heard(self._member, heartbeat.orders_applied, *said)
         elif event == "inventory":
             self._take_inventory(request.inventory)

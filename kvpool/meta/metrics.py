@@ -1,15 +1,28 @@
 """What the metadata service shows Prometheus."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from kvpool.core.directory import Directory, DirectoryStats, LookupStats
+from kvpool.core.directory import DISK, SHM, Directory, DirectoryStats, LookupStats, TenantStats
 from kvpool.core.members import Members, MemberState
 from kvpool.meta.service import MetaService
 from kvpool.ops.metrics import Latency
 from kvpool.ops.metrics.declared import TIERS
 from kvpool.ops.metrics.exposition import Exposition
 
+if TYPE_CHECKING:
+    from kvpool.meta.events import EventPublisher
+
 _GAUGES = ("blocks", "namespaces", "surplus_bytes", "leases", "leased_bytes", "reservations", "orders_pending")
+_EVENTS = (
+    "events_blocks",
+    "events_messages",
+    "events_dropped",
+    "events_lost",
+    "events_replays",
+    "events_snapshot_parts",
+)
 _REMOVED = {"evicted": "evicted_blocks", "expired": "expired_blocks", "lost": "lost_blocks", "bad": "bad_blocks"}
 _MOVED = {"copied": "copied_blocks", "demoted": "demoted_blocks", "promoted": "promoted_blocks"}
 
@@ -23,6 +36,7 @@ class MetaMetrics:
         refusals: Counts of what was refused, by name.
         connections: Open ones.
         unready: Why the service is not ready; empty when it is.
+        events: What publishes events, if anything does.
     """
 
     def __init__(
@@ -32,7 +46,9 @@ class MetaMetrics:
         refusals: Callable[[], dict[str, int]],
         connections: Callable[[], int],
         unready: Callable[[], str],
+        events: "EventPublisher | None" = None,
     ) -> None:
+        self._events = events
         self._service = service
         self._requests = requests
         self._refusals = refusals
@@ -50,6 +66,12 @@ class MetaMetrics:
         out.add_latencies("kvpool_meta_request_seconds", self._requests)
         out.add("kvpool_requests_in_progress", self._service.requests.inside)
         out.add("kvpool_connections", self._connections())
+        if self._events is not None:
+            counts = self._events.counts()
+            for name in _EVENTS:
+                out.add(f"kvpool_{name}_total", counts[name])
+            out.add("kvpool_events_subscribers", counts["events_subscribers"])
+            out.add("kvpool_events_lag_seconds", self._events.lag_s)
         refused = self._refusals().items()
         out.add_each("kvpool_refused_total", "what", {name.removeprefix("refused_"): n for name, n in refused})
 
@@ -59,6 +81,7 @@ class MetaMetrics:
         self._nodes(out, directory, members)
         _usefulness(out, stats, directory.lookup_stats())
         _fill_level(out, stats)
+        _tenants(out, directory.tenants())
 
     def _nodes(self, out: Exposition, directory: Directory, members: Members) -> None:
         states = dict.fromkeys(MemberState, 0)
@@ -91,3 +114,16 @@ def _fill_level(out: Exposition, stats: DirectoryStats) -> None:
     out.add("kvpool_bad_blocks_total", stats.bad_blocks)
     out.add_each("kvpool_removed_blocks_total", "reason", {r: getattr(stats, n) for r, n in _REMOVED.items()})
     out.add_each("kvpool_moved_blocks_total", "way", {way: getattr(stats, n) for way, n in _MOVED.items()})
+
+
+def _tenants(out: Exposition, tenants: Iterable[TenantStats]) -> None:
+    for tenant in tenants:
+        of = {"tenant": tenant.name}
+        quota_bytes = tenant.limits.bytes
+        out.add("kvpool_tenant_used_bytes", tenant.used_bytes, **of, tier=TIERS[SHM])
+        out.add("kvpool_tenant_used_bytes", tenant.disk_used_bytes, **of, tier=TIERS[DISK])
+        out.add("kvpool_tenant_fair_bytes", tenant.fair_bytes, **of)
+        out.add("kvpool_tenant_quota_bytes", math.inf if quota_bytes is None else quota_bytes, **of)
+        out.add("kvpool_tenant_pins", tenant.pins, **of)
+        for what, count in tenant.refused.items():
+            out.add("kvpool_tenant_refused_total", count, **of, what=what)

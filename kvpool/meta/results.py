@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Self
 
-from kvpool.core.directory import DirectoryStats, ReserveResult
+from kvpool.core.directory import DirectoryStats, ReserveResult, TenantStats
 from kvpool.core.members import MemberSegment, Scrub
-from kvpool.core.namespace import Namespace
 from kvpool.core.recovery import Recovery
 from kvpool.transport.wire.messages import SegmentGrant, Topology
 
@@ -39,7 +38,6 @@ class MetaStatus:
 
     incarnation: int
     topology: Topology
-    namespaces: list[Namespace]
     stats: DirectoryStats
     used: dict[int, tuple[int, int]]
     """(used bytes, placements) by segment number."""
@@ -47,6 +45,13 @@ class MetaStatus:
     """By node id."""
     fetched_bytes: dict[str, dict[str, int]]
     """Copied from other nodes, by node id and transport."""
+    moved_bytes: dict[str, dict[str, int]]
+    """Moved by their data planes, by node id, direction and transport."""
+    versions: dict[str, str]
+    """Of their software, by node id."""
     off: dict[str, tuple[MemberSegment, ...]]
     """Segments that failed under their nodes, by node id."""
     recovery: RecoveryStatus
+    tenants: list[TenantStats]
+    uptime_s: float
+    """Since the service's start: when all the counts began."""

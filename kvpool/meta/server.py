@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -12,10 +13,14 @@ from kvpool.core.members import MemberState
 from kvpool.meta.framed import REQUESTS, MetaSession
 from kvpool.meta.membership import MembershipServicer
 from kvpool.meta.metrics import MetaMetrics
+from kvpool.meta.page import people_pages
+from kvpool.meta.page_state import PageState
 from kvpool.meta.service import MetaService
 from kvpool.meta.servicers import AdminServicer, DirectoryServicer
+from kvpool.meta.using import Uses
 from kvpool.ops.addresses import at_host
-from kvpool.ops.authentication import open_authenticator, security_of
+from kvpool.ops.audit import open_audit
+from kvpool.ops.authentication import open_authenticator, pages_guard, security_of
 from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.http import HttpServer, role_pages
 from kvpool.ops.logging import get_logger
@@ -27,6 +32,9 @@ from kvpool.ops.tracing import open_tracer
 from kvpool.ops.version import __version__
 from kvpool.transport.wire.server import FramedServer, Identity
 from kvpool.v1 import admin_pb2_grpc, directory_pb2_grpc, membership_pb2_grpc
+
+if TYPE_CHECKING:
+    from kvpool.meta.events import EventPublisher
 
 SERVICES = ("kvpool.v1.Directory", "kvpool.v1.Membership", "kvpool.v1.Admin")
 READY_SERVICES = ("kvpool.v1.Directory",)
@@ -51,6 +59,7 @@ class MetaServer:
         token_address: ``host:port`` for callers with tokens, if there is one, once started.
         framed_address: ``host:port``, once started.
         http_address: ``host:port`` of health and metrics, once started.
+        events: Publishes events, where a port says that it should.
         uri: What clients and nodes are told: ``grpc://host:port``.
     """
 
@@ -63,22 +72,30 @@ class MetaServer:
             raise SettingsError(
                 "tokens are for a port of their own: name both tls.tokens and meta.token_port, or neither"
             )
+        self._audit = open_audit(settings.audit, authenticated=self._authenticator is not None)
         self.service = MetaService(settings, time.monotonic, os.urandom, self._recovered)
+        self.service.reads.is_on = self._authenticator is not None
         self._tracer = open_tracer("meta", os.environ)
         self.grpc_address = ""
         self.token_address = ""
         self.framed_address = ""
         self.http_address = ""
-        times = latencies(REQUESTS.values())
+        self.events = self._open_events(tls or TlsSettings())
+        times, uses = latencies(REQUESTS.values()), Uses(self.service, self._audit)
         self._framed = FramedServer(
             Identity("meta", self.service.incarnation),
-            lambda _number, _local: MetaSession(self.service, times),
+            lambda _number, _local: MetaSession(self.service, times, uses),
             settings.connections_max,
             self._authenticator,
+            self._audit,
             self._tracer,
         )
-        metrics = MetaMetrics(self.service, times, self._refusals, lambda: self._framed.connections, self._unready)
-        self._http = HttpServer(role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready))
+        metrics = MetaMetrics(
+            self.service, times, self._refusals, lambda: self._framed.connections, self._unready, self.events
+        )
+        pages = role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready)
+        state = PageState(self.service, {"version": __version__, "security": self.security}, time.monotonic)
+        self._http = HttpServer(pages | people_pages(state), pages_guard(self._authenticator, settings))
         self._membership = MembershipServicer(self.service)
         self._grpc: GrpcServer | None = None
         self._stopping = threading.Event()
@@ -89,6 +106,11 @@ class MetaServer:
     def uri(self) -> str:
         """Where the pool is reached."""
         return f"grpc://{self.grpc_address}"
+
+    @property
+    def http_uri(self) -> str:
+        """Where health and metrics are, once started."""
+        return f"{self._http.scheme}://{self.http_address}"
 
     def start(self) -> None:
         """Listen and serve.
@@ -104,12 +126,15 @@ class MetaServer:
             if settings.unix_socket is not None:
                 framed.insert(0, self._framed.listen_unix(settings.unix_socket))
             self._framed.start()
+            if self.events is not None:
+                self.events.start()  # before there is anything to tell
             self._grpc = GrpcServer(
                 SERVICES,
                 lambda s: self._register(s, framed),
                 streams_max=settings.nodes_max,
                 reflection_on=settings.reflection,
                 authenticator=self._authenticator,
+                audit=self._audit,
                 tracer=self._tracer,
             )
             if settings.token_port is not None:
@@ -121,6 +146,8 @@ class MetaServer:
             if self._grpc is not None:
                 self._grpc.stop(STOP_GRACE_S)  # one that starts and is not stopped hangs at exit
             self._framed.stop()
+            if self.events is not None:
+                self.events.stop()
             raise
         self._ticker.start()
         where = {"grpc": self.grpc_address, "framed": framed, "http": self.http_address}
@@ -136,15 +163,40 @@ class MetaServer:
         self._framed.stop()
         if self._ticker.ident is not None:
             self._ticker.join()
+        if self.events is not None:
+            self.events.stop()
+        self._audit.close()
         self._tracer.close()
         log.info("meta_stopped")
 
+    def _open_events(self, tls: TlsSettings) -> "EventPublisher | None":
+        if self.settings.events_port is None:
+            return None
+        from kvpool.meta.events import EventPublisher  # noqa: PLC0415 - ZeroMQ, which nothing else needs
+
+        return EventPublisher(self.service, self.settings, tls)
+
     def _register(self, server: grpc.Server, framed: list[str]) -> None:
-        directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryServicer(self.service, framed, __version__), server)
+        directory_pb2_grpc.add_DirectoryServicer_to_server(
+            DirectoryServicer(self.service, framed, __version__, self._audit), server
+        )
         membership_pb2_grpc.add_MembershipServicer_to_server(self._membership, server)
         admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminServicer(self.service, __version__, self._refusals, self.security), server
+            AdminServicer(self.service, __version__, self._counts, self.security, self.event_endpoints, self._audit),
+            server,
         )
+
+    @property
+    def event_endpoints(self) -> list[str]:
+        """Where events are published, as others dial it: the stream, then replays and snapshots; empty: nowhere."""
+        if self.events is None:
+            return []
+        return [
+            at_host(uri, self.settings.advertise_host) for uri in (self.events.endpoint, self.events.replay_endpoint)
+        ]
+
+    def _counts(self) -> dict[str, int]:
+        return self._refusals() | (self.events.counts() if self.events is not None else {})
 
     def _refusals(self) -> dict[str, int]:
         return {
@@ -156,7 +208,8 @@ class MetaServer:
         }
 
     def _is_alive(self) -> bool:
-        return self._ticker.ident is None or self._ticker.is_alive()
+        publishes = self.events is None or self.events.is_alive
+        return self._ticker.ident is None or (self._ticker.is_alive() and publishes)
 
     def _unready(self) -> str:
         """Why clients should not come here now: they would get nothing but misses."""
@@ -183,5 +236,6 @@ class MetaServer:
                 self.service.resumed()
             try:
                 self.service.tick()
+                self._audit.flush(due=True)
             except MemoryError:  # the next one may find some: without ticks nothing would ever expire
                 log.warning("out_of_memory", what="tick")

@@ -22,6 +22,8 @@ from kvpool.meta.directory_config import directory_config
 from kvpool.meta.granting import Granting
 from kvpool.meta.losing import Losses
 from kvpool.meta.moving import Mover
+from kvpool.meta.quotas import Quotas
+from kvpool.meta.read_granting import ReadGranting
 from kvpool.meta.results import MetaStatus, RecoveryStatus, Reserved
 from kvpool.meta.topology import TopologyView
 from kvpool.ops.admission import Admission
@@ -34,6 +36,9 @@ from kvpool.v1 import common_pb2, membership_pb2
 ORDERS_PER_MESSAGE = 1024
 GRANTS_BYTES_MAX = FRAME_BODY_BYTES_MAX * 3 // 4
 """Grants of one reservation, so that they fit the frame of its answer with the topology."""
+
+NOBODYS = bytes(NAMESPACE_ID_BYTES)
+"""An id that no namespace has: no digest is made of zeros alone."""
 
 Answer = TypeVar("Answer")
 
@@ -50,9 +55,11 @@ class MetaService:
         on_recovered: Called once, when the directory is rebuilt; must not call back.
 
     Attributes:
+        reads: Read grants.
         requests: Who is let in to ask for something new; what ends something begun always is.
         work: Set when `tick` has something to do that should not wait.
         mover: Copies blocks between nodes, and drains nodes.
+        quotas: Limits of tenants.
     """
 
     def __init__(
@@ -74,14 +81,16 @@ class MetaService:
         )
         self._on_recovered = on_recovered
         self._members = Members(clock, random_bytes, settings.node_ttl_s)
-        self._granting = Granting(self._directory, self._members, self.incarnation)
         self._lock = threading.Lock()
+        self.reads = ReadGranting(self._members, self.incarnation, clock, self._lock)
+        self._granting = Granting(self._directory, self._members, self.incarnation, self.reads)
         self.requests = Admission("look-ups and reservations", settings.requests_max, self._lock)
         self._orders_changed = threading.Condition(self._lock)
         self._topology = TopologyView(self._members)
         self._losses = Losses(self._directory, self._lock)
         self.work = self._losses.pending
         self.mover = Mover(self._directory, self._members, self._orders_changed, settings, clock)
+        self.quotas = Quotas(self._directory, self._lock, clock, self.work)
 
     # Clients
 
@@ -97,6 +106,17 @@ class MetaService:
         with self._lock:
             return self._directory.namespace(_checked_id(namespace_id))
 
+    def visible(self, namespace_id: bytes, tenant: str | None) -> bytes:
+        """The id, for a caller of ``tenant`` (None: of all); in place of another's, or of none's, one that nobody has.
+
+        What is asked about that is answered as for a namespace that is not open, by the same steps.
+        """
+        if tenant is None or len(namespace_id) != NAMESPACE_ID_BYTES:
+            return namespace_id
+        with self._lock:
+            owner = self._directory.tenant_of(namespace=namespace_id)
+        return namespace_id if owner == tenant else NOBODYS
+
     def match(self, namespace_id: bytes, hashes: bytes, first: int, lease_s: float) -> Match:
         """See `Directory.match`."""
         with self.requests:
@@ -104,9 +124,11 @@ class MetaService:
                 return Match(0, MissReason.RECOVERING)
             return self._directory.match(_checked_id(namespace_id), hashes, first, self._lease_s(lease_s))
 
-    def release(self, lease: int) -> bool:
-        """See `Directory.release`."""
+    def release(self, lease: int, tenant: str | None = None) -> bool:
+        """See `Directory.release`; a caller of ``tenant`` releases leases on its blocks alone."""
         with self._lock:
+            if tenant is not None and self._directory.tenant_of(lease=lease) != tenant:
+                return False
             return self._directory.release(lease)
 
     def locate(self, namespace_id: bytes, hashes: bytes, first: int, shard: int | None) -> Location:
@@ -139,9 +161,13 @@ class MetaService:
                 raise CapacityError(f"grants of {size_bytes} bytes in one reservation; reserve fewer blocks at a time")
         return Reserved(result, grants)
 
-    def abort(self, reservation: int, hashes: list[bytes] | None, *, crowded: bool = False) -> int:
-        """See `Directory.abort`."""
+    def abort(
+        self, reservation: int, hashes: list[bytes] | None, *, crowded: bool = False, tenant: str | None = None
+    ) -> int:
+        """See `Directory.abort`; a caller of ``tenant`` gives up what it writes alone."""
         with self._lock:
+            if tenant is not None and self._directory.tenant_of(reservation=reservation) != tenant:
+                return 0
             blocks = self._directory.abort(reservation, hashes, crowded=crowded)
         self.mover.settled()
         return blocks
@@ -232,6 +258,7 @@ class MetaService:
         scrub: Scrub | None = None,
         segments: Sequence[common_pb2.Segment] = (),
         fetched_bytes: Mapping[str, int] | None = None,
+        moved_bytes: Mapping[str, int] | None = None,
     ) -> None:
         """A heartbeat, or any other sign of life; ``segments`` are the node's as it sees them now."""
         with self._lock:
@@ -242,6 +269,8 @@ class MetaService:
                 member.scrub = scrub
             if fetched_bytes is not None:
                 member.fetched_bytes = dict(fetched_bytes)
+            if moved_bytes is not None:
+                member.moved_bytes = dict(moved_bytes)
             for segment in self._losses.failing(member, segments):
                 self._members.turned_off(member, segment)
 
@@ -334,13 +363,19 @@ class MetaService:
         with self._lock:
             return question(self._directory, self._members)
 
+    def follow(self, on_first: Callable[[], None] | None) -> None:
+        """Let somebody follow what becomes visible: see `Following`; None: nobody any more."""
+        with self._lock:
+            following = self._directory.following
+            following.end() if on_first is None else following.begin(on_first)
+
     def explain(self, namespace_id: bytes, block_hash: bytes) -> MissReason | None:
         """See `Directory.explain`."""
         with self._lock:
             return self._directory.explain(_checked_id(namespace_id), block_hash)
 
     def pin(self, namespace_id: bytes, block_hash: bytes, ttl_s: float | None) -> bool:
-        """See `Directory.pin`."""
+        """See `Directory.pin`; raises QuotaError."""
         with self._lock:
             return self._directory.pin(_checked_id(namespace_id), block_hash, ttl_s)
 
@@ -357,13 +392,16 @@ class MetaService:
             return MetaStatus(
                 incarnation=self.incarnation,
                 topology=topology,
-                namespaces=self._directory.namespaces(),
                 stats=self._directory.stats(),
                 used={s.number: (s.used_bytes, s.blocks) for s in self._directory.segments()},
                 scrubs={member.node_id: member.scrub for member in self._members},
                 fetched_bytes={member.node_id: member.fetched_bytes for member in self._members},
+                moved_bytes={member.node_id: member.moved_bytes for member in self._members},
+                versions={member.node_id: member.version for member in self._members},
                 off={member.node_id: member.off for member in self._members},
                 recovery=RecoveryStatus.of(self._recovery),
+                tenants=self._directory.tenants(),
+                uptime_s=self.clock() - self.started_s,
             )
 
     def tick(self) -> None:
@@ -379,6 +417,7 @@ class MetaService:
             self.leave(member)
         self._end_recovery()
         self._losses.finish()
+        self.quotas.tick()
         self.mover.tick()
 
     def resumed(self) -> None:

@@ -17,6 +17,7 @@ from kvpool.node.records import NodeSession
 from kvpool.node.store import NodeStore
 from kvpool.ops.failpoints import failpoint
 from kvpool.ops.logging import get_logger
+from kvpool.ops.version import __version__
 from kvpool.transport.backoff import Backoff
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, pack
 from kvpool.v1 import common_pb2, membership_pb2, membership_pb2_grpc
@@ -44,6 +45,7 @@ class Control:
         scrub: What was checked of its blocks, now.
         copier: Fetches what the service orders from other nodes.
         on_leave: Called when the pool lets the node go.
+        moved_bytes: What the data plane has moved, by direction and transport.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Control:
         scrub: Callable[[], common_pb2.Scrub],
         copier: Copier,
         on_leave: Callable[[], None],
+        moved_bytes: Callable[[], dict[str, int]] = dict,
     ) -> None:
         self._node_id = node_id
         self._incarnation = incarnation
@@ -65,6 +68,7 @@ class Control:
         self._scrub = scrub
         self._copier = copier
         self._on_leave = on_leave
+        self._moved_bytes = moved_bytes
         self._stopping = threading.Event()
         self._call: grpc.CallIterator[membership_pb2.ToNode] | None = None
         self._out: queue.SimpleQueue[membership_pb2.FromNode | None] = queue.SimpleQueue()
@@ -94,6 +98,7 @@ class Control:
             scrub=self._scrub(),
             segments=self.segments(),
             fetched_bytes=self._copier.fetched_bytes(),
+            moved_bytes=self._moved_bytes(),
         )
         self._out.put(membership_pb2.FromNode(heartbeat=heartbeat))
 
@@ -177,6 +182,7 @@ class Control:
             endpoints=self._endpoints,
             segments=self.segments(),
             protocol=PROTOCOL_VERSION,
+            version=__version__,
         )
         return membership_pb2.FromNode(hello=hello)
 
@@ -202,6 +208,7 @@ class Control:
     def _obey(self, session: NodeSession | None) -> None:
         for store in self._store.tiers:
             store.session = session
+            store.read_session = session or store.read_session
 
     def _announce(self, store: NodeStore) -> None:
         failpoint("node.inventory.before_scan")

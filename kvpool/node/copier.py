@@ -202,6 +202,7 @@ class _Lane:
             generations=_column(order.generation, np.uint64, chosen),
             checksums=_column(order.checksum, np.uint64, chosen),
             destinations=Blocks(grant.block_bytes, pieces=[[place.view] for place in places if place is not None]),
+            grant=order.source_grant,
         )
         statuses = transport.read(batch, deadline)
         for i, status in zip(here, statuses, strict=True):

@@ -97,7 +97,9 @@ class FetchingStore(NodeStore):
         return None
 
     @contextmanager
-    def read(self, slots: list[int], generations: list[int], length: int) -> Iterator[Reading]:
+    def read(
+        self, slots: list[int], generations: list[int], length: int, namespace: bytes | None = None
+    ) -> Iterator[Reading]:
         """See `NodeStore.read`; UnavailableError when too many are at it."""
         if length * len(slots) > max(READ_BYTES_MAX, length):
             raise ProtocolError(f"a read of {len(slots)} blocks of {length} bytes; {READ_BYTES_MAX} bytes at a time")
@@ -108,7 +110,7 @@ class FetchingStore(NodeStore):
         try:
             memory = self._take_memory(len(slots) * pages_of(length) * PAGE_BYTES)
             try:
-                found = [not self.off and self._pin(*name, length) for name in named]
+                found = [not self.off and self._pin(*name, length, namespace) for name in named]
                 pinned = [name for name, there in zip(named, found, strict=True) if there]
                 views = iter(self._fetch(pinned, memory, length))
                 read = [next(views) if there else None for there in found]

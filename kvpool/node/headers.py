@@ -173,6 +173,10 @@ class HeaderFile:
         """What was last written for slots at ``pages``; each of them was."""
         return SlotHeaders(pages, self._records[pages])
 
+    def namespace(self, page: int) -> bytes:
+        """The namespace of what was last written for the slot at ``page``."""
+        return bytes(self._records["namespace"][page])
+
     def is_sound(self, page: int) -> bool:
         """Whether the header of the slot at ``page`` is as it was written."""
         record = self._records[[page]]

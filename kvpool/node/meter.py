@@ -52,6 +52,10 @@ class NodeMeter:
                 self._bytes["in", transport] += received_bytes
                 self._bytes["out", transport] += sent_bytes
 
+    def moved_by_way(self) -> dict[str, int]:
+        """The same as it is told over the wire: ``"out tcp"``; what has moved nothing is left out."""
+        return {f"{way} {transport}": size for (way, transport), size in self.moved_bytes().items() if size}
+
     def moved_bytes(self) -> dict[tuple[str, str], int]:
         """Bytes by direction and transport."""
         with self._lock:

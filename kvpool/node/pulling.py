@@ -13,6 +13,7 @@ from kvpool.core.directory import FETCHED
 from kvpool.core.errors import CapacityError, KvpoolError, ProtocolError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.node.arriving import commit_arrived, written_slots
+from kvpool.node.guarding import Guard
 from kvpool.node.records import Receiving
 from kvpool.node.segment import Segment
 from kvpool.node.store import NodeStore
@@ -21,7 +22,8 @@ from kvpool.transport.deadline import Deadline
 from kvpool.transport.ucx.messages import AGENT_BYTES_MAX, OfferRequest, PullRequest, Region, RegisterRequest
 from kvpool.transport.ucx.process import Peer, Transfer, UcxProcess
 from kvpool.transport.wire.messages import NOT_MAPPED, Done, Message, unpack
-from kvpool.transport.wire.server import Payload, Reply
+from kvpool.transport.wire.payload import Payload
+from kvpool.transport.wire.server import Reply
 
 START_TIMEOUT_S = 15.0
 
@@ -52,10 +54,12 @@ class Pulling:
         store: Where to.
         process: The node's UCX process.
         owner: The connection's number.
+        guard: What is asked of readers; by default nothing.
     """
 
-    def __init__(self, store: NodeStore, process: UcxProcess, owner: int) -> None:
+    def __init__(self, store: NodeStore, process: UcxProcess, owner: int, guard: Guard | None = None) -> None:
         self._store = store
+        self._guard = guard or Guard(store, needs_grants=False)
         self._process = process
         self._owner = owner
         self._writer: tuple[Region, Peer] | None = None
@@ -74,6 +78,8 @@ class Pulling:
     def _offer(self, request: OfferRequest, payload: Payload) -> Reply:
         if self._store.of(request.segment_id).segment.medium in FETCHED:
             return Reply(Region(b"", 0, NOT_MAPPED))
+        if not self._guard.may_map(request.grant):
+            return Reply(Region(b"", 0, NOT_MAPPED))  # then it goes through frames
         return Reply(self._process.region(Deadline(payload.timeout_s)))
 
     def _register(self, request: RegisterRequest, payload: Payload) -> Reply:

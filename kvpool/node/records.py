@@ -1,17 +1,19 @@
 """What a node's store and those round it hand to each other."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from kvpool.core.slots import Slot
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSession:
-    """The metadata service's session that the node obeys."""
+    """The metadata service's session that the node obeys, and when it began, on this process's monotonic clock."""
 
     meta_incarnation: int
     session: int
     key: bytes
+    began_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from kvpool.node.copier import Copier, copy_schemes
 from kvpool.node.disk import DiskFiles, DiskStore
 from kvpool.node.fetching import FetchingStore
 from kvpool.node.files import SegmentFiles
+from kvpool.node.guarding import Guard
 from kvpool.node.headers import HeaderFile
 from kvpool.node.link import MetaLink
 from kvpool.node.meter import NodeMeter
@@ -31,7 +32,8 @@ from kvpool.node.servicer import StoreNodeServicer
 from kvpool.node.serving import DataSession
 from kvpool.node.store import NodeStore
 from kvpool.ops.addresses import at_host
-from kvpool.ops.authentication import open_authenticator, security_of
+from kvpool.ops.audit import Audit, open_audit
+from kvpool.ops.authentication import open_authenticator, pages_guard, security_of
 from kvpool.ops.grpc_server import GrpcServer
 from kvpool.ops.http import HttpServer, role_pages
 from kvpool.ops.logging import get_logger
@@ -65,7 +67,7 @@ class NodeServer:
         security: How it is guarded.
         data_address: ``host:port`` of the data plane, once started.
         grpc_address: ``host:port`` of gRPC, once started.
-        http_address: ``host:port`` of health and metrics, once started.
+        http_address: ``host:port`` of health and metrics, once started; ``http_uri`` with the scheme.
         unix_path: The Unix socket.
         capacity_bytes: Size of the segment.
         store: The blocks, once started; for tests and embedding.
@@ -83,6 +85,7 @@ class NodeServer:
         self.data_address = ""
         self.grpc_address = ""
         self.http_address = ""
+        self.http_uri = ""
         self.unix_path: Path = settings.unix_socket
         self.capacity_bytes = settings.capacity_bytes
         self.store: NodeStore
@@ -92,6 +95,8 @@ class NodeServer:
         self._started = False
         self._scrubbers: list[Scrubber] = []
         self._meter = NodeMeter()
+        self._audit: Audit
+        self._guard: Guard
         self._tracer = open_tracer("node", os.environ)
         self._framed: FramedServer
         self._grpc: GrpcServer
@@ -173,12 +178,16 @@ class NodeServer:
 
     def _listen(self, undo: ExitStack) -> None:
         settings = self.settings
+        audit = self._audit = open_audit(settings.audit, authenticated=self._authenticator is not None)
+        undo.callback(audit.close)
+        guard = self._guard = Guard(self.store, needs_grants=self._authenticator is not None, mapping=settings.mapping)
         ucx = self._serve_ucx(undo) if settings.ucx else None
         self._framed = FramedServer(
             Identity(settings.node_id, self._incarnation),
-            lambda number, local: DataSession(self.store, number, local, ucx, self._meter),
+            lambda number, local: DataSession(self.store, number, local, ucx, self._meter, guard),
             settings.connections_max,
             self._authenticator,
+            audit,
             self._tracer,
         )
         undo.callback(self._framed.stop)
@@ -203,7 +212,7 @@ class NodeServer:
     def _join(self, undo: ExitStack) -> None:
         settings = self.settings
         server = self._grpc = GrpcServer(
-            SERVICES, self._register, authenticator=self._authenticator, tracer=self._tracer
+            SERVICES, self._register, authenticator=self._authenticator, audit=self._audit, tracer=self._tracer
         )
         undo.callback(lambda: server.stop(STOP_GRACE_S))  # first: one that starts and is not stopped hangs at exit
         self.grpc_address = server.start(settings.listen, settings.grpc_port)
@@ -222,6 +231,7 @@ class NodeServer:
             self._scrub,
             copier,
             self._on_leave,
+            self._meter.moved_by_way,
         )
         for store in self.store.tiers:
             if isinstance(store, FetchingStore):
@@ -248,8 +258,10 @@ class NodeServer:
             control.ready.is_set,
             self._unready,
         )
-        http = HttpServer(role_pages(new_registry(NODE, metrics.fill), control.is_alive, self._unready))
+        pages = role_pages(new_registry(NODE, metrics.fill), control.is_alive, self._unready)
+        http = HttpServer(pages, pages_guard(self._authenticator, self.settings))
         self.http_address = http.start(self.settings.http_listen, self.settings.http_port_used)
+        self.http_uri = f"{http.scheme}://{self.http_address}"
         undo.callback(http.stop)
 
     def _unready(self) -> str:
@@ -276,6 +288,7 @@ class NodeServer:
         return {
             "refused_connections": self._framed.refused_connections,
             "refused_calls": self._grpc.calls.refused,
+            "refused_reads": self._guard.refused,
             "refused_callers": self._framed.refused_callers + self._grpc.refused_callers,
         }
 
@@ -291,6 +304,7 @@ class NodeServer:
             segments=self._control.segments(),
             scrub=self._scrub(),
             fetched_bytes=self._copier.fetched_bytes(),
+            moved_bytes=self._meter.moved_by_way(),
         )
 
     def _scrub(self) -> common_pb2.Scrub:

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.directory import FETCHED
-from kvpool.core.errors import ProtocolError, UsageError
+from kvpool.core.errors import ForbiddenError, ProtocolError, UsageError
 from kvpool.core.limits import BLOCK_BYTES_MAX, FRAME_PAYLOAD_BYTES_MAX
 from kvpool.core.principals import Principal
 from kvpool.node.arriving import commit_arrived, named_slots, written_slots
+from kvpool.node.guarding import Guard
 from kvpool.node.meter import NodeMeter
 from kvpool.node.pulling import Pulling
 from kvpool.node.records import Receiving
@@ -24,6 +25,7 @@ from kvpool.transport.cuda import MapReply, MapRequest
 from kvpool.transport.devices import parse_device
 from kvpool.transport.ucx.process import UcxProcess
 from kvpool.transport.wire.messages import (
+    NOT_ALLOWED,
     NOT_MAPPED,
     AttachReply,
     AttachRequest,
@@ -40,7 +42,8 @@ from kvpool.transport.wire.messages import (
     WriteRequest,
     unpack,
 )
-from kvpool.transport.wire.server import Payload, Reply
+from kvpool.transport.wire.payload import Payload
+from kvpool.transport.wire.server import Reply
 
 
 class DataSession:
@@ -52,6 +55,7 @@ class DataSession:
         local: Whether the peer is on this host, so that file descriptors can be passed to it.
         ucx: The node's UCX process, if it has one.
         meter: Where to count; by default where nobody looks.
+        guard: What is asked of readers; by default nothing.
     """
 
     def __init__(
@@ -61,8 +65,10 @@ class DataSession:
         local: bool,
         ucx: UcxProcess | None = None,
         meter: NodeMeter | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._store = store
+        self._guard = guard or Guard(store, needs_grants=False)
         self._meter = meter or NodeMeter()
         self._way = "unix" if local else "tcp"
         self._owner = owner
@@ -77,7 +83,7 @@ class DataSession:
             MapRequest: self._map,
             Ping: self._ping,
         }
-        self._pulling = None if ucx is None else Pulling(store, ucx, owner)
+        self._pulling = None if ucx is None else Pulling(store, ucx, owner, self._guard)
         if self._pulling is not None:
             self._handlers |= self._pulling.handlers
 
@@ -102,13 +108,14 @@ class DataSession:
             self._pulling.closed()
 
     def _read(self, request: ReadRequest, payload: Payload) -> Reply:
+        namespace = self._guard.namespace(request.grant)
         store = self._store.of(request.segment_id)
         slots, generations = named_slots(request.slots, request.generations)
         length = request.block_bytes
         if not 1 <= length <= BLOCK_BYTES_MAX or length * len(slots) > FRAME_PAYLOAD_BYTES_MAX:
             raise ProtocolError(f"a read of {len(slots)} blocks of {length} bytes is over the frame's limit")
         until_sent = ExitStack()
-        found = until_sent.enter_context(store.read(slots.tolist(), generations.tolist(), length))
+        found = until_sent.enter_context(store.read(slots.tolist(), generations.tolist(), length, namespace))
         return Reply(ReadReply(bytes(found.present)), found.views, sent=until_sent.close)
 
     def _write(self, request: WriteRequest, payload: Payload) -> Reply:
@@ -166,6 +173,8 @@ class DataSession:
             return Reply(AttachReply(NOT_MAPPED))
         if not self._local:
             raise UsageError("shared memory can be attached over the node's Unix socket only")
+        if not self._guard.may_map(request.grant):
+            return Reply(AttachReply(NOT_ALLOWED))
         return Reply(AttachReply(segment.size_bytes), descriptors=segment.descriptors())
 
     def _map(self, request: MapRequest, payload: Payload) -> Reply:
@@ -174,6 +183,8 @@ class DataSession:
             raise UsageError("this node has no GPU memory to map; use shm")
         if not self._local:
             raise UsageError("GPU memory can be mapped over the node's Unix socket only")
+        if not self._guard.may_map_unasked():
+            raise ForbiddenError("this node's memory may not be mapped by everybody (node.mapping); use unix or tcp")
         kind, _ = parse_device(segment.memory.name)
         return Reply(MapReply(segment.segment_id, kind, segment.memory.handle, segment.size_bytes))
 

@@ -64,6 +64,8 @@ class NodeStore:
         self.segment = segment
         self.incarnation = incarnation
         self.session: NodeSession | None = None
+        self.read_session: NodeSession | None = None
+        """The latest session, which read grants are of, also while the metadata service is out of reach."""
         self.draining = False
         self.off = ""
         """Why its medium is out of use; empty while it is in use."""
@@ -218,13 +220,20 @@ class NodeStore:
 
     # Reading
 
-    def pin(self, page: int, generation: int, length: int) -> memoryview | None:
-        """A committed slot's bytes, kept in place until `unpin`; None when it does not hold this generation."""
-        return self._view(page, length) if self._pin(page, generation, length) else None
+    def pin(self, page: int, generation: int, length: int, namespace: bytes | None = None) -> memoryview | None:
+        """A committed slot's bytes, kept in place until `unpin`; None when it does not hold this generation.
+
+        ``namespace``, if given, is the one that its block must be of; of another it is not there.
+        """
+        return self._view(page, length) if self._pin(page, generation, length, namespace) else None
 
     @contextmanager
-    def read(self, slots: list[int], generations: list[int], length: int) -> Iterator[Reading]:
+    def read(
+        self, slots: list[int], generations: list[int], length: int, namespace: bytes | None = None
+    ) -> Iterator[Reading]:
         """The bytes of those slots that are committed and hold these generations, which stay in place meanwhile.
+
+        ``namespace``, if given, is the one that the reader may read; blocks of others are not there for it.
 
         Raises:
             ProtocolError: A slot is shorter than ``length``, or they are too many.
@@ -233,7 +242,7 @@ class NodeStore:
         found = Reading(bytearray(len(slots)), [])
         try:
             for i, (page, generation) in enumerate(zip(slots, generations, strict=True)):
-                view = self.pin(page, generation, length)
+                view = self.pin(page, generation, length, namespace)
                 if view is not None:
                     pinned.append((page, generation))
                     found.present[i] = 1
@@ -377,11 +386,15 @@ class NodeStore:
             self._headers.clear(page)
         return freed
 
-    def _pin(self, page: int, generation: int, length: int) -> bool:
+    def _pin(self, page: int, generation: int, length: int, namespace: bytes | None) -> bool:
         """Keep a committed slot in place until `unpin`; False when it does not hold this generation."""
         with self._lock:
             slot = self._slots.pin(page, generation)
             if slot is None:
+                return False
+            if namespace is not None and self._headers.namespace(page) != namespace:
+                self._slots.unpin(slot)
+                self._counters["foreign_reads"] += 1
                 return False
             if length > slot.pages * PAGE_BYTES:
                 self._slots.unpin(slot)

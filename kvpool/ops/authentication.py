@@ -10,6 +10,8 @@ from kvpool.ops.credentials import Credentials, open_credentials
 from kvpool.ops.settings import TLS_OR_INSECURE, ServerSettings, TlsSettings, is_loopback
 from kvpool.ops.tokens import Tokens
 
+_BEARER = "Bearer "
+
 
 class Security(StrEnum):
     """How a server is guarded, as every status shows it."""
@@ -68,6 +70,17 @@ def open_authenticator(tls: TlsSettings, settings: ServerSettings, name: str, id
     if not (is_loopback(settings.listen) or settings.insecure):
         raise SettingsError(f"listen = {settings.listen!r}: listening beyond loopback needs {TLS_OR_INSECURE}")
     return None
+
+
+def bearer_token(authorization: Sequence[str]) -> str:
+    """The token in the values of an ``Authorization`` header; empty when there is not exactly one."""
+    one = authorization[0] if len(authorization) == 1 else ""
+    return one.removeprefix(_BEARER) if one.startswith(_BEARER) else ""
+
+
+def pages_guard(authenticator: Authenticator | None, settings: ServerSettings) -> Authenticator | None:
+    """What guards a server's HTTP pages: nothing for this host alone, or where it was told so."""
+    return None if is_loopback(settings.http_listen) or settings.insecure else authenticator
 
 
 def security_of(authenticator: Authenticator | None, settings: ServerSettings) -> Security:

@@ -13,6 +13,7 @@ from kvpool.core.errors import CapacityError, KvpoolError
 from kvpool.core.limits import DEADLINE_S_MAX, FRAME_BODY_BYTES_MAX
 from kvpool.ops.addresses import shown_host
 from kvpool.ops.admission import Admission
+from kvpool.ops.audit import Audit
 from kvpool.ops.authentication import Authenticator
 from kvpool.ops.grpc_tls import server_credentials
 from kvpool.ops.identity import Authenticated
@@ -59,6 +60,7 @@ SERVER_OPTIONS = (
 
 _CODES = {
     errors.UnknownNamespaceError: grpc.StatusCode.NOT_FOUND,
+    errors.ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     errors.UsageError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.AuthenticationError: grpc.StatusCode.UNAUTHENTICATED,
     errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -80,6 +82,7 @@ class GrpcServer:
         streams_max: Calls that last, beside the others: each holds a thread for as long as it does.
         reflection_on: Whether to describe them to anyone who asks.
         authenticator: Who may call, over TLS; None: anybody, in plaintext.
+        audit: Where refusals are told.
         tracer: Records calls of those who record their requests.
 
     Attributes:
@@ -94,10 +97,11 @@ class GrpcServer:
         streams_max: int = 0,
         reflection_on: bool = False,
         authenticator: Authenticator | None = None,
+        audit: Audit | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._authenticator = authenticator
-        self._guards = [Authenticated(authenticator, _abort)] if authenticator else []
+        self._guards = [Authenticated(authenticator, _abort, audit or Audit())] if authenticator else []
         self._services = ["", *services]
         self.calls = Admission("calls", CALLS_MAX)
         threads = CALLS_MAX + streams_max + SPARE_CALLS
@@ -210,6 +214,8 @@ def raised_by(error: grpc.RpcError) -> KvpoolError:
         return kind(details)
     if call.code() == grpc.StatusCode.UNAUTHENTICATED:
         return errors.AuthenticationError(details)
+    if call.code() == grpc.StatusCode.PERMISSION_DENIED:
+        return errors.ForbiddenError(details)
     if call.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineError(details)
     if call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -1,6 +1,7 @@
 """What goes wrong between two sides of TLS, in words: OpenSSL has codes."""
 
 import ssl
+from collections.abc import Sequence
 
 
 def handshake_problem(error: ssl.SSLError) -> str:
@@ -19,3 +20,10 @@ def handshake_problem(error: ssl.SSLError) -> str:
 
 def _words(reason: str) -> str:
     return reason.replace("_", " ").strip().lower()
+
+
+def peer_identities(sock: ssl.SSLSocket) -> tuple[str, ...]:
+    """Whom the peer has proven to be, once the handshake is done: the URIs of its certificate, if it showed one."""
+    certificate = sock.getpeercert() or {}
+    names: Sequence[tuple[str, str]] = certificate.get("subjectAltName", ())  # type: ignore[assignment]
+    return tuple(value for kind, value in names if kind == "URI")

@@ -1,18 +1,20 @@
-"""The HTTP pages of a service: ``/healthz``, ``/readyz`` and ``/metrics``; GET, three fixed paths, nothing else.
+"""The HTTP pages of a service: `/healthz`, `/readyz`, `/metrics`, and what it adds; GET, fixed paths, nothing else.
 
 The standard library's server is enough for that: it parses requests as it has for decades, and brings no event loop
 and no framework into a process that has neither. What it lacks is added here: a limit of connections, and a time by
-which a client has sent its request and taken the answer.
+which a client has sent its request and taken the answer. Where others than this host's processes can come, it speaks
+TLS, and all but health is for operators, by certificate or token.
 """
 
 import io
 import socket
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
@@ -21,9 +23,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from kvpool.core.errors import CapacityError
+from kvpool.core.access import OPEN_PAGES, require_pages
+from kvpool.core.errors import AuthenticationError, CapacityError, ForbiddenError
 from kvpool.ops.addresses import shown_host
+from kvpool.ops.authentication import Authenticator, bearer_token
+from kvpool.ops.handshakes import peer_identities
 from kvpool.ops.logging import get_logger
+from kvpool.ops.settings import is_loopback
 
 CONNECTIONS_MAX = 16
 """Served at a time; more are closed."""
@@ -47,6 +53,7 @@ class Page:
     status: HTTPStatus
     body: bytes
     content_type: str = PLAIN
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 Pages = dict[str, Callable[[], Page]]
@@ -78,18 +85,25 @@ class HttpServer:
 
     Args:
         pages: By path.
+        authenticator: Who may see them, over TLS, all but health; None: anybody, in plaintext.
     """
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: Pages, authenticator: Authenticator | None = None) -> None:
         self._pages = pages
+        self._authenticator = authenticator
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def scheme(self) -> str:
+        """What its URI begins with."""
+        return "http" if self._authenticator is None else "https"
 
     def start(self, host: str, port: int) -> str:
         """Listen and serve; returns ``host:port``. Raises CapacityError when the address cannot be had."""
         shown = shown_host(host)
         try:
-            self._server = _Server((host, port), self._pages)
+            self._server = _Server((host, port), self._pages, self._authenticator)
         except (OSError, UnicodeError) as error:
             raise CapacityError(f"cannot listen on {shown}:{port}: {error}; choose another --http-port") from error
         self._thread = threading.Thread(target=self._server.serve, name="kvpool-http", daemon=True)
@@ -110,9 +124,11 @@ class _Server(ThreadingMixIn, TCPServer):
     daemon_threads = False  # so that closing waits for them
     request_queue_size = BACKLOG
 
-    def __init__(self, address: tuple[str, int], pages: Pages) -> None:
+    def __init__(self, address: tuple[str, int], pages: Pages, authenticator: Authenticator | None) -> None:
+        self.authenticator = authenticator
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.pages = pages
+        self.for_this_host = is_loopback(address[0])
         self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._stopping = threading.Event()
         super().__init__(address, _Handler)
@@ -149,6 +165,21 @@ class _Server(ThreadingMixIn, TCPServer):
         finally:
             self._places.release()
 
+    def finish_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        if self.authenticator is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(REQUEST_S)
+        # Without a certificate, too: health is for everybody, and an operator may have a token.
+        context = self.authenticator.credentials.server_context(tokens=True)
+        try:
+            secured = context.wrap_socket(request, server_side=True)
+        except OSError as error:  # no TLS, or a certificate that is not believed
+            log.info("http_handshake_failed", error=str(error))
+            return
+        with secured:
+            super().finish_request(secured, client_address)
+
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
         log.warning("http_request_failed", error=repr(sys.exception()))
 
@@ -166,10 +197,29 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         page = self.server.pages.get(self.path)
-        if page is None:
+        refusal = None if self.path in OPEN_PAGES else self._refusal()
+        if refusal is not None:
+            self._answer(refusal)
+        elif self.server.for_this_host and not _names_this_host(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
+        elif page is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
             self._answer(page())
+
+    def _refusal(self) -> Page | None:
+        """What a caller who may not see the pages is told; None for one who may."""
+        authenticator = self.server.authenticator
+        if authenticator is None or not isinstance(self.connection, ssl.SSLSocket):
+            return None
+        token = bearer_token(self.headers.get_all("Authorization", []))
+        try:
+            require_pages(authenticator.caller(peer_identities(self.connection), token))
+        except AuthenticationError as error:
+            return Page(HTTPStatus.UNAUTHORIZED, f"401 Unauthorized: {error}\n".encode())
+        except ForbiddenError as error:
+            return Page(HTTPStatus.FORBIDDEN, f"403 Forbidden: {error}\n".encode())
+        return None
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Say what is wrong in words of our own: nothing that the client sent comes back to it."""
@@ -194,6 +244,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Allow", "GET")
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))
+        for name, value in page.headers.items():
+            self.send_header(name, value)
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(page.body)
@@ -215,6 +267,12 @@ class _Timed(io.RawIOBase):
             raise TimeoutError("the request took too long")
         self._sock.settimeout(left_s)
         return self._sock.recv_into(buffer)
+
+
+def _names_this_host(host: str) -> bool:
+    """Whether a request to a listener on loopback means it: a browser also sends what a name of others led here."""
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    return not host or is_loopback(name.strip("[]"))
 
 
 def _verdict(why_not: str) -> Page:

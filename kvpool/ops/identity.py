@@ -1,4 +1,4 @@
-"""Who calls a gRPC method: an interceptor finds out before the method runs."""
+"""Who calls a gRPC method, and whether it may: an interceptor finds out before the method runs."""
 
 import threading
 from collections.abc import Callable
@@ -7,17 +7,14 @@ from typing import Any, cast
 
 import grpc
 
-from kvpool.core.errors import AuthenticationError
+from kvpool.core.access import OPEN_METHODS, require_method
+from kvpool.core.errors import AuthenticationError, ForbiddenError
 from kvpool.core.principals import Principal, anyone
-from kvpool.ops.authentication import Authenticator
+from kvpool.ops.audit import Audit
+from kvpool.ops.authentication import Authenticator, bearer_token
 from kvpool.ops.logging import get_logger
 
-HEALTH = "/grpc.health."
-"""Open to everybody who got as far as to ask: it tells nothing but whether the service is ready."""
-
 log = get_logger(__name__)
-
-_BEARER = "Bearer "
 
 NOBODY = Principal("nobody", frozenset(), None)
 
@@ -30,19 +27,24 @@ def principal_of(context: grpc.ServicerContext) -> Principal:
 
 
 class Authenticated(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Makes the principal of each call; refuses those who are nobody.
+    """Makes the principal of each call; refuses those who are nobody, and those who may not call the method.
 
     Args:
         authenticator: Decides.
         abort: Ends a call with an error, as all of the server's calls end; does not return.
+        audit: Where refusals are told.
 
     Attributes:
         refused: How many calls were refused.
     """
 
     def __init__(
-        self, authenticator: Authenticator, abort: Callable[[grpc.ServicerContext, AuthenticationError], None]
+        self,
+        authenticator: Authenticator,
+        abort: Callable[[grpc.ServicerContext, AuthenticationError | ForbiddenError], None],
+        audit: Audit,
     ) -> None:
+        self._audit = audit
         self._authenticator = authenticator
         self._abort = abort
         self.refused = 0
@@ -55,31 +57,34 @@ class Authenticated(grpc.ServerInterceptor):  # type: ignore[type-arg]
             return handler
         ways = (handler.request_streaming, handler.response_streaming)
         kind = "_".join("stream" if streams else "unary" for streams in ways)
-        inner, is_open = getattr(handler, kind), details.method.startswith(HEALTH)
+        inner, is_open = getattr(handler, kind), details.method.startswith(OPEN_METHODS)
 
         def call(request: Any, context: grpc.ServicerContext) -> Any:  # noqa: ANN401 - any message, or stream of them
             if is_open:
                 _caller.set(NOBODY)
             else:
-                self._enter(context)
+                self._enter(context, details.method)
             return inner(request, context)
 
         wrap = getattr(grpc, f"{kind}_rpc_method_handler")
         return wrap(call, handler.request_deserializer, handler.response_serializer)
 
-    def _enter(self, context: grpc.ServicerContext) -> None:
+    def _enter(self, context: grpc.ServicerContext, method: str) -> None:
         """Set the caller for what follows on this thread: a call keeps its thread, and each sets its own first."""
         auth = cast("dict[str, list[bytes]]", context.auth_context())
         identities = [uri.decode(errors="replace") for uri in auth.get("peer_uri", ())]
+        who: Principal | str = context.peer()
         try:
-            _caller.set(self._authenticator.caller(identities, _token(context)))
-        except AuthenticationError as error:
+            who = principal = self._authenticator.caller(identities, _token(context))
+            require_method(principal, method)
+            _caller.set(principal)
+        except (AuthenticationError, ForbiddenError) as error:
             with self._lock:
                 self.refused += 1
-            log.warning("caller_refused", peer=context.peer(), reason=str(error))
+            log.warning("caller_refused", peer=context.peer(), method=method, reason=str(error))
+            self._audit.refused(who, method.rpartition("/")[2], error)
             self._abort(context, error)
 
 
 def _token(context: grpc.ServicerContext) -> str:
-    values = [str(value) for key, value in context.invocation_metadata() if key == "authorization"]
-    return values[0].removeprefix(_BEARER) if len(values) == 1 and values[0].startswith(_BEARER) else ""
+    return bearer_token([str(value) for key, value in context.invocation_metadata() if key == "authorization"])

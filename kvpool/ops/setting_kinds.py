@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -15,6 +15,13 @@ SOCKET_PATH_BYTES_MAX = 107
 
 _POOL_URI = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def usual_socket(data: dict[str, Any]) -> Path:
+    """A node's Unix socket, by its id."""
+    run_dir = os.environ.get("XDG_RUNTIME_DIR")
+    parent = Path(run_dir) / "kvpool" if run_dir else Path(f"/tmp/kvpool-{os.getuid()}")  # noqa: S108 - per user
+    return parent / f"{data['node_id']}.sock"
 
 
 def _whole_pages(size_bytes: int) -> int:
@@ -56,7 +63,28 @@ def _off(value: object) -> object:
     return "off" if value is False else value  # YAML 1.1 reads a bare off as false
 
 
+def _on_or_off(value: object) -> object:
+    return "on" if value is True else _off(value)
+
+
+def _audit(text: str) -> str:
+    if text not in ("auto", "on", "off") and not Path(text).is_absolute():
+        raise ValueError("must be auto, on, off, or an absolute path of a file to append to")
+    return text
+
+
+def _mapping(text: str) -> str:
+    kind, _, tenant = text.partition(":")
+    if text not in ("all", "off") and not (kind == "tenant" and tenant):
+        raise ValueError("must be all, off, or tenant:NAME")
+    return text
+
+
 Port = Annotated[int, Field(ge=0, le=65_535)]
+EventsPort = Annotated[int, Field(ge=0, le=65_534)]
+"""There is one after it."""
+
+EventBatches = Annotated[int, Field(ge=1, le=1_000_000)]
 Size = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_whole_pages)]
 SizeOrNone = Annotated[int, BeforeValidator(parse_size, str | int), AfterValidator(_no_or_whole_pages)]
 """0 is none."""
@@ -68,4 +96,6 @@ Schemes = Annotated[tuple[Scheme, ...], Field(min_length=1), BeforeValidator(_wo
 HugePages = Annotated[Literal["auto", "off", "require"], BeforeValidator(_off)]
 PoolUri = Annotated[str, AfterValidator(_pool_uri)]
 NodeId = Annotated[str, AfterValidator(_node_id)]
+AuditTo = Annotated[str, BeforeValidator(_on_or_off), AfterValidator(_audit)]
+Mapping = Annotated[str, BeforeValidator(_off), AfterValidator(_mapping)]
 SocketPath = Annotated[Path, AfterValidator(_socket_path)]

@@ -4,10 +4,9 @@ The models are plain: `ops.sources` reads flags, the environment and files.
 """
 
 import ipaddress
-import os
 import socket
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -28,8 +27,12 @@ from kvpool.core.limits import (
     STREAMS_MAX,
 )
 from kvpool.ops.setting_kinds import (
+    AuditTo,
     Duration,
+    EventBatches,
+    EventsPort,
     HugePages,
+    Mapping,
     NodeId,
     Pace,
     PoolUri,
@@ -38,18 +41,14 @@ from kvpool.ops.setting_kinds import (
     Size,
     SizeOrNone,
     SocketPath,
+    usual_socket,
 )
+from kvpool.ops.tenant_settings import AnyTenant, TenantsByName, TenantSettings
 
 TLS_OR_INSECURE = "TLS (--tls-dir; `kvpool certs` makes one) or --insecure"
 
 TOMBSTONES_MAX = 1 << 24
 CONNECTIONS_MAX = 65_536
-
-
-def _unix_socket(data: dict[str, Any]) -> Path:
-    run_dir = os.environ.get("XDG_RUNTIME_DIR")
-    parent = Path(run_dir) / "kvpool" if run_dir else Path(f"/tmp/kvpool-{os.getuid()}")  # noqa: S108 - per user
-    return parent / f"{data['node_id']}.sock"
 
 
 def node_lock(segment_dir: Path, node_id: str) -> Path:
@@ -98,13 +97,17 @@ class ServerSettings(Section):
     """Host that others dial; by default the address listened on."""
 
     http_listen: str = "127.0.0.1"
-    """Address to serve health and metrics on, in plain HTTP."""
+    """Address to serve health and metrics on: in plain HTTP on loopback, beyond it with TLS, metrics for operators."""
+
+    audit: AuditTo = "auto"
+    """Who changed what and who was refused: on (in the log), off, or a file; auto is on where callers are
+    authenticated."""
 
     @field_validator("http_listen")
     @classmethod
     def _pages_for_this_host_alone(cls, host: str, info: ValidationInfo) -> str:
-        if not (is_loopback(host) or info.data.get("insecure")):
-            raise ValueError("health and metrics are plain HTTP for anybody: beyond loopback they need --insecure")
+        if not (is_loopback(host) or info.data.get("insecure") or _has_tls(info)):
+            raise ValueError(f"health and metrics for anybody: beyond loopback they need {TLS_OR_INSECURE}")
         return host
 
     @field_validator("listen")
@@ -138,6 +141,15 @@ class MetaSettings(ServerSettings):
 
     unix_socket: SocketPath | None = None
     """Unix socket that serves the framed protocol too; none by default."""
+
+    events_port: EventsPort | None = None
+    """Port of the event stream (ZeroMQ), replays being on the next one; none by default."""
+
+    events_replay_batches: EventBatches = 10_000
+    """Event messages kept for those who missed some; whoever missed more asks for a snapshot."""
+
+    events_hwm: EventBatches = 1_000
+    """Event messages that wait for a slow subscriber; further ones are dropped for it."""
 
     requests_max: Annotated[int, Field(ge=1, le=CONNECTIONS_MAX)] = 256
     """Look-ups and reservations at work, or waiting for their turn, at a time; more are refused."""
@@ -186,6 +198,12 @@ class MetaSettings(ServerSettings):
 
     replica_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of a node's free space that further copies may take; they go first when room is needed."""
+
+    tenants: TenantsByName = Field(default_factory=dict)
+    """Limits of tenants by name: bytes, share, pins, lookups_per_s, writes_per_s."""
+
+    tenant_default: AnyTenant = TenantSettings()
+    """Limits of each tenant that tenants does not name."""
 
     @property
     def http_port_used(self) -> int:
@@ -240,8 +258,11 @@ class NodeSettings(ServerSettings):
     http_port: Port | None = None
     """Port of /healthz, /readyz and /metrics; by default 7312, or any free port where grpc_port is 0."""
 
-    unix_socket: SocketPath = Field(default_factory=_unix_socket)
+    unix_socket: SocketPath = Field(default_factory=usual_socket)
     """Unix socket for clients on this host; by default in $XDG_RUNTIME_DIR/kvpool or /tmp/kvpool-UID."""
+
+    mapping: Mapping = "all"
+    """Whose clients may map this node's memory, or read it one-sided over ucx: all, off, or tenant:NAME alone."""
 
     ucx_plaintext: bool = False
     """With TLS: serve ucx beyond loopback all the same; what moves over it is neither encrypted nor authenticated."""

@@ -180,6 +180,9 @@ def _explain(cause: ErrorDetails, given: Mapping[str, Setting]) -> str:
     key = ".".join(str(part) for part in cause["loc"][:2])
     _, value, source = given.get(key, Setting(key, cause["input"], "default"))
     problem = cause.get("ctx", {}).get("error")
+    if any(isinstance(part, str) for part in cause["loc"][2:]):  # a part of it, e.g. of one tenant's limits
+        key, value = ".".join(str(part) for part in cause["loc"] if part != "[key]"), cause["input"]
+        problem = problem or f"{cause['msg'][0].lower()}{cause['msg'][1:]}; see docs/design/quotas.md"
     if problem is None:
         problem = f"{cause['msg'][0].lower()}{cause['msg'][1:]}; the default is {field_of(key).default}"
     return f"{key} = {_shown(key, value)} ({source}): {problem}"

@@ -32,6 +32,8 @@ class ReadStatus(IntEnum):
     """The node could not be reached; the destination may hold garbage."""
     LATE = 4
     """The deadline came first; the destination may hold garbage."""
+    REFUSED = 5
+    """The read grant opened nothing any more: another locate brings a new one."""
 
 
 def verdicts(found: Sequence[int], expected: Sequence[int]) -> bytearray:
@@ -95,6 +97,7 @@ class ReadBatch:
         generations: uint64 each.
         checksums: uint64 each, as the directory gave them.
         destinations: The caller's writable memory; the transport writes only into it.
+        grant: The read grant, for the node; empty where it asks for none.
     """
 
     segment_id: bytes
@@ -106,6 +109,7 @@ class ReadBatch:
     generations: NDArray[np.uint64]
     checksums: NDArray[np.uint64]
     destinations: Blocks
+    grant: bytes = b""
 
     def seeds(self) -> list[int]:
         """Checksum seed of each block."""

@@ -2,9 +2,11 @@
 
 Reads go through a read-only mapping and cost no system call and no server work. A reused or half-written slot cannot
 pass: acceptance is the checksum over the destination. What is no host memory (a disk's, a GPU's) is read and written
-over the socket. Prepared slots belong to the connection that prepared them; the node takes them back when it closes.
+over the socket, and so is all that the node does not let this client map. Prepared slots belong to the connection that
+prepared them; the node takes them back when it closes.
 """
 
+import logging
 import mmap
 import os
 import threading
@@ -16,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.directory import SHM
-from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, UnavailableError
+from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, StaleGrantError, UnavailableError
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Target, Transport, WriteBatch, verdicts
 from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks
@@ -29,6 +31,7 @@ from kvpool.transport.streams import Streams
 from kvpool.transport.tcp import read_framed, ready_frame
 from kvpool.transport.wire.framed import Buffers
 from kvpool.transport.wire.messages import (
+    NOT_ALLOWED,
     NOT_MAPPED,
     AttachReply,
     AttachRequest,
@@ -40,6 +43,11 @@ from kvpool.transport.writing import Commit, write_grants
 
 FETCHED_BYTES_MAX = 8 << 20
 """Bytes of one read of what the node must fetch first: while they are sent, another stream's are read."""
+
+FRAMES = "unix"
+"""What the transport is called when the node does not let it map anything."""
+
+log = logging.getLogger("kvpool.transport")
 
 
 class _Mapping:
@@ -116,11 +124,15 @@ class ShmTransport(Transport):
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`; the time it takes is bounded by the copies themselves, but for what is not mapped."""
         try:
-            mapping = self._mapping(batch.segment_id, deadline)
+            mapping = self._mapping(batch.segment_id, batch.grant, deadline)
         except ClosedError:
             raise
+        except StaleGrantError:
+            return bytearray([ReadStatus.REFUSED]) * len(batch.destinations)
         except (KvpoolError, OSError):
             return bytearray([ReadStatus.FAILED]) * len(batch.destinations)
+        if mapping is None and isinstance(batch.destinations, FarBlocks):
+            return bytearray([ReadStatus.FAILED]) * len(batch.destinations)  # the next read goes through host memory
         if mapping is None:
             return read_framed(self._connections, self._streams, batch, FETCHED_BYTES_MAX, deadline)
         return read_mapped(mapping.readable, batch, self._streams)
@@ -131,7 +143,9 @@ class ShmTransport(Transport):
         def move(
             batch: WriteBatch, blocks: list[int], slots: NDArray[np.uint32], generations: NDArray[np.uint64]
         ) -> Commit:
-            mapping = self._mapping(batch.segment_id, deadline)
+            mapping = self._mapping(batch.segment_id, batch.grant, deadline)
+            if mapping is None and isinstance(batch.sources, FarBlocks):
+                raise UnavailableError("the node's memory may not be mapped; the next write goes through host memory")
             if mapping is None:
                 return ready_frame(batch, blocks, slots, generations)
             payload = mapping.writable()
@@ -154,20 +168,30 @@ class ShmTransport(Transport):
         self._streams.close()
         self._mappings.close()
 
-    def _mapping(self, segment_id: bytes, deadline: Deadline) -> _Mapping | None:
-        """The segment's mapping; None when it is no host memory."""
+    def _mapping(self, segment_id: bytes, grant: bytes, deadline: Deadline) -> _Mapping | None:
+        """The segment's mapping; None when it is no host memory, or may not be mapped."""
         if segment_id in self._not_mapped:
             return None
         try:
-            return self._mappings.get(segment_id, partial(self._attach, segment_id, deadline), deadline)
+            return self._mappings.get(segment_id, partial(self._attach, segment_id, grant, deadline), deadline)
         except OnDiskError:
             self._not_mapped.add(segment_id)
             return None
 
-    def _attach(self, segment_id: bytes, deadline: Deadline) -> _Mapping:
+    def _attach(self, segment_id: bytes, grant: bytes, deadline: Deadline) -> _Mapping:
         with self._connections.connection(deadline.left_s()) as connection:
-            reply = connection.call(AttachRequest(segment_id), AttachReply, deadline.left_s())
+            reply = connection.call(AttachRequest(segment_id, grant), AttachReply, deadline.left_s())
+            if reply.size_bytes == NOT_ALLOWED:
+                self._fall_back()
+                raise OnDiskError(segment_id.hex())
             if reply.size_bytes == NOT_MAPPED:
                 raise OnDiskError(segment_id.hex())
             read_descriptor, write_descriptor = connection.take_descriptors(2)
         return _Mapping(read_descriptor, write_descriptor, reply.size_bytes)
+
+    def _fall_back(self) -> None:
+        """All goes through frames from now on, under the name that says so."""
+        self.name, self.fell_back, self.reaches_far = FRAMES, True, frozenset()
+        log.warning(
+            "the memory of %s may not be mapped by this client: blocks go through frames", self._connections.uri
+        )

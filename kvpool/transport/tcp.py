@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, ProtocolError
+from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, ProtocolError, StaleGrantError
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport.base import ReadBatch, ReadStatus, Target, Transport, WriteBatch
 from kvpool.transport.copying import GROUP_BYTES, checksum, checksums_side_by_side
@@ -79,6 +79,8 @@ def _read_part(
                 _read_on(connection, batch, seeds, blocks, statuses, start, deadline)
     except ClosedError:
         raise
+    except StaleGrantError:
+        return statuses.replace(bytes([ReadStatus.FAILED]), bytes([ReadStatus.REFUSED]))
     except DeadlineError:
         return statuses.replace(bytes([ReadStatus.FAILED]), bytes([ReadStatus.LATE]))
     except (KvpoolError, OSError):
@@ -98,7 +100,11 @@ def _read_on(
     """Read ``blocks`` in one exchange, filling in statuses (from ``offset`` on) as blocks arrive."""
     some = slice(blocks.start, blocks.stop)
     request = ReadRequest(
-        batch.segment_id, batch.slots[some].tobytes(), batch.generations[some].tobytes(), batch.block_bytes
+        batch.segment_id,
+        batch.slots[some].tobytes(),
+        batch.generations[some].tobytes(),
+        batch.block_bytes,
+        batch.grant,
     )
     connection.post(request, deadline.left_s())
     reply, payload_bytes = connection.begin(ReadReply, deadline.left_s())

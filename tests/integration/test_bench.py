@@ -49,6 +49,15 @@ def rows_of(place: Place, *arguments: str) -> list[dict]:
     return rows
 
 
+def test_a_probe_compares_answers_about_anothers_blocks_with_those_about_nobodys(place):
+    rows = rows_of(place, "probe", "--samples", "20")
+
+    assert [(row["bench"], row["what"], row["samples"]) for row in rows] == [
+        ("probe", "a namespace's id", 20),
+        ("probe", "a prompt's hashes", 20),
+    ]
+
+
 def test_transfer_shows_tls_beside_plaintext_and_what_its_cipher_does_alone(place):
     rows = rows_of(place, "transfer", *TINY, "--transport", "tcp", "--tls", "--op", "put", "--block-bytes", "64KiB")
 

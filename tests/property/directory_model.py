@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from fake_node import FakeSegment, HeldSlot, chain, make_namespace
+from msgspec import structs
 
 from kvpool.core.clock import FOREVER_US, microseconds
 from kvpool.core.directory import (
@@ -18,6 +19,7 @@ from kvpool.core.directory import (
     FreeSlot,
     Inventory,
     ReserveResult,
+    TenantStats,
     Want,
 )
 from kvpool.core.limits import PAGE_BYTES
@@ -27,6 +29,10 @@ from kvpool.testing import ManualClock
 from .inspect_directory import BlockView, Evictions, Key, Views, inspect
 
 NAMESPACES = {"small": make_namespace(), "sharded": make_namespace(pages=2, shards=2)}
+OF_TENANTS = {name: structs.replace(namespace, tenant=name) for name, namespace in NAMESPACES.items()}
+"""The same, each of a tenant of its own."""
+
+BLOCK_BYTES_MAX = 4 * PAGE_BYTES
 
 Tokens = tuple[int, ...]
 
@@ -79,8 +85,10 @@ class Lease:
 class DirectoryModel:
     """Drives a directory as clients and nodes do, and checks every answer."""
 
-    def __init__(self, age_slack: float, *, with_disks: bool, policy: str) -> None:
+    def __init__(self, age_slack: float, *, with_disks: bool, policy: str, namespaces: dict[str, Namespace]) -> None:
         self.clock = ManualClock()
+        self.namespaces = {namespace.id: namespace for namespace in namespaces.values()}
+        self.has_tenants = len({namespace.tenant for namespace in namespaces.values()}) > 1
         self.with_disks = with_disks
         self.config = DirectoryConfig(
             policy=policy, age_slack=age_slack, lease_cap=0.3, pressure=0.8, replica_budget=1.0, demote_fill=0.2
@@ -95,7 +103,7 @@ class DirectoryModel:
         self.open: list[Write] = []
         self.leases: list[Lease] = []
         self.pins: dict[Key, int] = {}
-        for namespace in NAMESPACES.values():
+        for namespace in namespaces.values():
             self.directory.open_namespace(namespace)
         for segment in self.segments:
             self.join(segment)
@@ -108,6 +116,7 @@ class DirectoryModel:
     def reserve(self, namespace: Namespace, hashes: list[bytes], cut: int, first: int, ttl_s: float) -> Write | None:
         """Reserve blocks ``first``… of a chain, given from block ``cut`` on; None when nothing was wanted."""
         before, evicted_blocks = inspect(self.directory), self.directory.stats().evicted_blocks
+        tenants = {tenant.name: tenant for tenant in self.directory.tenants()}
         parent = hashes[cut - 1] if cut else b""
         result = self.directory.reserve(namespace.id, b"".join(hashes[cut:]), first - cut, parent, ttl_s=ttl_s)
         self.expire()
@@ -119,7 +128,8 @@ class DirectoryModel:
             return None
         write = self._opened(result, namespace, hashes[first:], ttl_s)
         self._check_wants(result, write, hashes[first:], before, after)
-        self._check_evictions(result, namespace, hashes, first, before, after, evicted_blocks)
+        evictions = self._check_evictions(result, namespace, hashes, first, before, after, evicted_blocks)
+        self._check_tenants(namespace, tenants, evictions)
         return write if write.places else None
 
     def commit(self, write: Write, places: list[Place]) -> None:
@@ -146,7 +156,7 @@ class DirectoryModel:
         for block_hash in expected:
             write.drop(block_hash)
             del before[write.namespace.id, block_hash]
-        evictions = Evictions(before, inspect(self.directory), set(), None, self._may_go)
+        evictions = Evictions(before, inspect(self.directory), set(), None, self._may_go, self._tenant_of)
         assert crowded or not evictions.evicted
         assert not evictions.evicted & self._protected(before)
         evictions.check_leaves_went_first()
@@ -201,7 +211,7 @@ class DirectoryModel:
         before: Views,
         after: Views,
         evicted_blocks: int,
-    ) -> None:
+    ) -> Evictions:
         refused = first + len(result.wants.rstrip(bytes([Want.NO_ROOM])))
         spared = None
         if refused < len(hashes):  # by a policy that learns perhaps since others are worth more
@@ -210,23 +220,43 @@ class DirectoryModel:
                 self._check_nothing_could_go(namespace, spared, after)
         asked = {(namespace.id, h) for h in hashes[first:]}
         rewritten = {key for key in asked if key in before and before[key].is_partial}
-        evictions = Evictions(before, after, rewritten, spared, self._may_go)
+        evictions = Evictions(before, after, rewritten, spared, self._may_go, self._tenant_of)
         assert self.directory.stats().evicted_blocks - evicted_blocks >= len(evictions.evicted)
         assert not evictions.evicted & self._protected(before), "leased and pinned blocks and their ancestors stay"
         evictions.check_leaves_went_first()
         if not self.with_disks:  # what was on disk too waits among the copies, by an age of its own
-            evictions.check_copies_went_first(self.surplus_blocks())
+            if not self.has_tenants:  # those of who gives go first, not all there are
+                evictions.check_copies_went_first(self.surplus_blocks())
             if self.config.policy == "lru":
                 evictions.check_oldest_went_first(self.now_us(), self.config.age_slack)
         for key in rewritten | evictions.evicted:
             self.pins.pop(key, None)
+        return evictions
 
     def _check_nothing_could_go(self, namespace: Namespace, spared: Key, after: Views) -> None:
-        assert {key for key, block in after.items() if self._may_go(block)} <= {spared}
-        assert not self.surplus_blocks()
-        if namespace.shards == 1:
+        could_go = {key for key, block in after.items() if self._may_go(block)}
+        assert {key for key in could_go if self._tenant_of(key) == namespace.tenant} <= {spared}
+        assert self.has_tenants or not self.surplus_blocks()
+        if namespace.shards == 1 and self.directory.limits(namespace.tenant).bytes is None:
             free_bytes = [segment.free_bytes for segment in self.directory.segments() if segment.takes_new]
             assert max(free_bytes, default=0) < slot_bytes(namespace)
+
+    def _check_tenants(self, namespace: Namespace, before: dict[str, TenantStats], evictions: Evictions) -> None:
+        """What a write of one tenant may do to the others, and what its quota lets it have."""
+        after = {tenant.name: tenant for tenant in self.directory.tenants()}
+        own = after[namespace.tenant]
+        if own.limits.bytes is not None:
+            assert own.used_bytes <= max(own.limits.bytes, before[own.name].used_bytes)
+        if self.has_tenants:
+            capacity_bytes = self.directory.stats().capacity_bytes
+            shares = sum(tenant.limits.share for tenant in after.values())
+            fair = {tenant.name: capacity_bytes * tenant.limits.share / shares for tenant in after.values()}
+            # What a larger block of another leaves beside the new one's place may be taken too.
+            is_above = own.used_bytes > fair[own.name] + BLOCK_BYTES_MAX
+            evictions.check_fairness(own.name, is_above, lambda name: before[name].used_bytes <= fair[name])
+
+    def _tenant_of(self, key: Key) -> str:
+        return self.namespaces[key[0]].tenant
 
     def _may_go(self, block: BlockView) -> bool:
         is_held = block.held_until_us > self.now_us()

@@ -12,7 +12,8 @@ from kvpool.core.keys import chain_hashes
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, MATCH_BLOCKS_MAX, PAGE_BYTES, RESERVE_BLOCKS_MAX
 from kvpool.core.namespace import Namespace
 from kvpool.transport.wire.messages import KINDS, Message, decode, encode, pack
-from kvpool.transport.wire.server import Payload, Session
+from kvpool.transport.wire.payload import Payload
+from kvpool.transport.wire.server import Session
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 

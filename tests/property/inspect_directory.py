@@ -72,6 +72,7 @@ class Evictions:
         rewritten: Blocks that had lost a shard and were to be written anew; they went for that reason.
         spared: The parent of a block that found no room: it was no leaf while that was tried.
         may_go: Whether a leaf could have been evicted.
+        tenant_of: Whose a block is.
     """
 
     before: Views
@@ -79,6 +80,7 @@ class Evictions:
     rewritten: set[Key]
     spared: Key | None
     may_go: Callable[[BlockView], bool]
+    tenant_of: Callable[[Key], str]
     evicted: set[Key] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,20 +96,33 @@ class Evictions:
         gone = self.evicted - self.after.keys()
         assert not any((namespace, block.parent) in gone for (namespace, _), block in self.after.items())
 
+    def check_fairness(self, taker: str, taker_is_above: bool, is_within: Callable[[str], bool]) -> None:
+        """Nobody who was within its share lost a visible block to a tenant above its own that could have given one."""
+        stayed = (key for key, block in self.after.items() if key != self.spared and self.may_go(block))
+        could_give = any(
+            self.tenant_of(key) == taker and key in self.before and self.may_go(self.before[key]) for key in stayed
+        )
+        if taker_is_above and could_give:
+            lost = [key for key in self.evicted if self.before[key].rank and self.tenant_of(key) != taker]
+            assert not any(is_within(self.tenant_of(key)) for key in lost)
+
     def check_copies_went_first(self, surplus_blocks: int) -> None:
         """No visible block went while another could have lost a copy."""
         assert not surplus_blocks or not any(self.before[key].rank for key in self.evicted)
 
     def check_oldest_went_first(self, now_us: int, age_slack: float) -> None:
-        """No evicted block was hotter than a leaf that stayed.
+        """No evicted block was hotter than a leaf of its tenant that stayed.
 
         A leaf that became one meanwhile carries the last use of what was evicted below it, and one of those was a
         candidate all the time: so comparing with the leaves of the end is exact.
         """
-        stayed = [b for key, b in self.after.items() if key in self.before and key != self.spared and self.may_go(b)]
+        stayed = defaultdict(list)
+        for key, block in self.after.items():
+            if key in self.before and key != self.spared and self.may_go(block):
+                stayed[self.tenant_of(key)].append(block)
         for key in self.evicted:
             rank, last_use_us = self.before[key].rank, self._last_use_us(key)
-            for block in stayed:
+            for block in stayed[self.tenant_of(key)]:
                 assert rank <= block.rank, "dormant blocks go first"
                 if rank == block.rank:
                     slack_us = age_slack * max(0, now_us - block.last_use_us)

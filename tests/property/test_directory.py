@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
 from kvpool.core.directory import Copy, MissReason
+from kvpool.core.limits import PAGE_BYTES
+from kvpool.core.tenants import TenantLimits
 
-from .directory_model import CHAINS, NAMESPACES, PARENTS, DirectoryModel, Tokens, Write, slot_bytes
+from .directory_model import CHAINS, NAMESPACES, OF_TENANTS, PARENTS, DirectoryModel, Tokens, Write, slot_bytes
 from .inspect_directory import hot_run, open_copies
 
 names = st.sampled_from(("small", "small", "sharded"))
@@ -28,13 +30,18 @@ class DirectoryMachine(RuleBasedStateMachine):
     age_slack = 0.0
     with_disks = False
     policy = "lru"
+    namespaces = NAMESPACES
     writes = Bundle("writes")
     copies = Bundle("copies")
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = DirectoryModel(self.age_slack, with_disks=self.with_disks, policy=self.policy)
+        self.pool = DirectoryModel(
+            self.age_slack, with_disks=self.with_disks, policy=self.policy, namespaces=self.namespaces
+        )
         self.directory = self.pool.directory
+        self.directory.following.begin(lambda: None)
+        self.followed: dict[bytes, set[bytes]] = {namespace.id: set() for namespace in NAMESPACES.values()}
         self.applied = {"node-0": 0, "node-1": 0}
 
     @initialize(work=st.lists(chains, min_size=2, max_size=6))
@@ -49,14 +56,14 @@ class DirectoryMachine(RuleBasedStateMachine):
         """From the root or from a known parent, all of the chain or its end."""
         hashes = CHAINS[tokens]
         first = pick % len(hashes) if pick % 3 == 0 else 0
-        write = self.pool.reserve(NAMESPACES[name], hashes, cut % (first + 1), first, ttl_s)
+        write = self.pool.reserve(self.namespaces[name], hashes, cut % (first + 1), first, ttl_s)
         return write or multiple()
 
     @rule(name=names, work=st.lists(chains, min_size=1, max_size=4))
     def store_all(self, name: str, work: list[Tokens]) -> None:
         """Writers that do everything right, one after the other."""
         for tokens in work:
-            write = self.pool.reserve(NAMESPACES[name], CHAINS[tokens], 0, 0, 30.0)
+            write = self.pool.reserve(self.namespaces[name], CHAINS[tokens], 0, 0, 30.0)
             if write:
                 self.pool.commit(write, write.places)
             self.pool.clock.advance(0.01)
@@ -82,7 +89,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(name=names, tokens=chains, pick=picks, lease_s=st.sampled_from((0.0, 0.0, 2.0, 10.0)))
     def match(self, name: str, tokens: Tokens, pick: int, lease_s: float) -> None:
-        namespace = NAMESPACES[name]
+        namespace = self.namespaces[name]
         hashes = self.pool.some_chain(namespace, tokens, pick)
         expected, leased_bytes = self.pool.count_visible(namespace, hashes), self.directory.stats().leased_bytes
         first = pick % len(hashes) if pick & 8 else 0
@@ -102,7 +109,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(name=names, tokens=chains, pick=picks)
     def locate(self, name: str, tokens: Tokens, pick: int) -> None:
-        namespace = NAMESPACES[name]
+        namespace = self.namespaces[name]
         hashes = self.pool.some_chain(namespace, tokens, pick)
         first, shard = pick % len(hashes), pick % namespace.shards if pick & 1 else None
         found = self.directory.locate(namespace.id, b"".join(hashes), first, shard)
@@ -120,7 +127,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(target=copies, name=names, tokens=chains, pick=picks)
     def replicate(self, name: str, tokens: Tokens, pick: int):
         """Something is hot."""
-        namespace, before = NAMESPACES[name], open_copies(self.directory)
+        namespace, before = self.namespaces[name], open_copies(self.directory)
         hashes = self.pool.some_chain(namespace, tokens, pick)
         blocks = self.directory.replicate(hot_run(self.directory, namespace, hashes, 2 + pick % 2), 30.0)
         ordered = [copy for copy in open_copies(self.directory) if copy not in before]
@@ -130,7 +137,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(name=names, work=st.lists(chains, min_size=1, max_size=4))
     def copy_all(self, name: str, work: list[Tokens]) -> None:
         """Nodes that fetch at once what is hot."""
-        namespace = NAMESPACES[name]
+        namespace = self.namespaces[name]
         for tokens in work:
             while self.directory.replicate(hot_run(self.directory, namespace, CHAINS[tokens], 2), 30.0):
                 copy = open_copies(self.directory)[-1]
@@ -170,15 +177,14 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(name=names, tokens=chains, pick=picks, ttl_s=st.sampled_from((None, 1.0, 10.0)))
     def pin(self, name: str, tokens: Tokens, pick: int, ttl_s: float | None) -> None:
-        namespace = NAMESPACES[name]
+        namespace = self.namespaces[name]
         self.pool.pin((namespace.id, self.pool.some_chain(namespace, tokens, pick)[-1]), ttl_s)
 
     @precondition(lambda self: self.pool.pins)
     @rule(pick=picks)
     def unpin(self, pick: int) -> None:
         key = sorted(self.pool.pins)[pick % len(self.pool.pins)]
-        del self.pool.pins[key]
-        assert self.directory.unpin(*key)
+        assert self.directory.unpin(*key) == (self.pool.pins.pop(key) > self.pool.now_us())
         assert not self.directory.unpin(*key)
 
     @rule(pick=picks, accepting=st.booleans())
@@ -239,7 +245,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             slots = [s for s in segment.held.values() if (s.slot, s.generation) in unannounced]
             if slots:
                 slots = data.draw(st.permutations(slots))[: data.draw(st.integers(1, len(slots)))]
-            for namespace in NAMESPACES.values():
+            for namespace in self.namespaces.values():
                 self.pool.announce(segment, namespace, [s for s in slots if s.namespace is namespace])
 
     @rule(node_id=st.sampled_from(("node-0", "node-1")), most=st.integers(1, 20), acknowledges=st.booleans())
@@ -266,7 +272,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @invariant()
     def says_visible_what_nodes_hold_up_to_the_root(self) -> None:
         """So visible blocks are prefix-closed, dormant ones wake, and no visible slot is free."""
-        for namespace in NAMESPACES.values():
+        for namespace in self.namespaces.values():
             visible = self.pool.visible(namespace)
             in_flight = {h for write in self.pool.open if write.namespace is namespace for h in write.in_flight}
             for block_hash in PARENTS:
@@ -276,19 +282,49 @@ class DirectoryMachine(RuleBasedStateMachine):
                 assert (reason == MissReason.IN_FLIGHT) == (block_hash in in_flight)
 
     @invariant()
+    def tells_followers_what_is_visible(self) -> None:
+        """Each change is one, parents come before their children, and all parts together are what is visible."""
+        ids = [namespace.id for namespace in self.directory.namespaces()]
+        changes = self.directory.following.take().changes
+        for number, block_hash, parent in zip(changes.namespaces, changes.hashes, changes.parents, strict=True):
+            seen = self.followed[ids[number]]
+            assert (block_hash in seen) == (parent is None)
+            assert not parent or parent in seen
+            seen.symmetric_difference_update({block_hash})
+        for namespace in NAMESPACES.values():
+            assert self.followed[namespace.id] == self.pool.visible(namespace)
+        first: int | None = 0
+        found: list[tuple[bytes, bytes, bytes | None]] = []
+        while first is not None:
+            part = self.directory.following.visible(first, 7)
+            namespaces = [ids[number] for number in part.changes.namespaces]
+            found += zip(namespaces, part.changes.hashes, part.changes.parents, strict=True)
+            first = part.following
+        assert sorted(found) == sorted((n, h, PARENTS[h]) for n, seen in self.followed.items() for h in seen)
+
+    @invariant()
     def accounts_for_every_byte(self) -> None:
         """Bytes used are what nodes hold and open reservations were promised; abandoned ones gave theirs back."""
         promised: dict[int, int] = defaultdict(int)
+        of_tenants: dict[tuple[str, bool], int] = defaultdict(int)
         for write in self.pool.open:
             for _, _, number in write.pending:
                 promised[number] += slot_bytes(write.namespace)
+                of_tenants[write.namespace.tenant, False] += slot_bytes(write.namespace)
         for copy in open_copies(self.directory):
             namespace = self.directory.namespaces()[copy.namespace]
             promised[copy.destination.number] += len(copy.rows) * slot_bytes(namespace)
+            of_tenants[namespace.tenant, copy.destination.is_disk] += len(copy.rows) * slot_bytes(namespace)
         for segment in self.directory.segments():
-            held_bytes = sum(slot.size_bytes for slot in self.pool.live(self.pool.online[segment.number]))
+            held = self.pool.live(self.pool.online[segment.number])
+            for slot in held:
+                of_tenants[slot.namespace.tenant, segment.is_disk] += slot.size_bytes
+            held_bytes = sum(slot.size_bytes for slot in held)
             assert segment.used_bytes == held_bytes + promised[segment.number]
             assert segment.used_bytes <= segment.capacity_bytes
+        for tenant in self.directory.tenants():
+            assert tenant.used_bytes == of_tenants[tenant.name, False]
+            assert tenant.disk_used_bytes == of_tenants[tenant.name, True]
         self.pool.open = [write for write in self.pool.open if write.pending]
         assert self.directory.stats().reservations == len(self.pool.open)
 
@@ -324,7 +360,7 @@ class TieredDirectoryMachine(DirectoryMachine):
     @rule(name=names, work=st.lists(chains, min_size=1, max_size=6))
     def use(self, name: str, work: list[Tokens]) -> None:
         """Engines that read what is there and store the rest, and nodes that copy at once what is to be copied."""
-        namespace = NAMESPACES[name]
+        namespace = self.namespaces[name]
         for tokens in work:
             self.store_all(name, [tokens])
             self.directory.locate(namespace.id, b"".join(CHAINS[tokens]))
@@ -335,7 +371,7 @@ class TieredDirectoryMachine(DirectoryMachine):
 
     @rule(tokens=chains, pick=picks)
     def use_what_is_there(self, tokens: Tokens, pick: int) -> None:
-        found = self.pool.some_chain(NAMESPACES["small"], tokens, pick)
+        found = self.pool.some_chain(self.namespaces["small"], tokens, pick)
         self.use("small", [next(tokens for tokens, hashes in CHAINS.items() if hashes == found)])
 
     @invariant()
@@ -350,6 +386,28 @@ class RelaxedDirectoryMachine(DirectoryMachine):
     age_slack = 0.05
 
 
+class TenantsDirectoryMachine(DirectoryMachine):
+    """The two namespaces are of two tenants, with quotas and shares that change."""
+
+    namespaces = OF_TENANTS
+
+    @rule(name=names, pages=st.sampled_from((None, None, 4, 8, 15)), share=st.sampled_from((0.5, 1.0, 1.0, 3.0)))
+    def set_limits(self, name: str, pages: int | None, share: float) -> None:
+        size_bytes = None if pages is None else pages * PAGE_BYTES
+        self.directory.set_limits(name, TenantLimits(bytes=size_bytes, share=share))
+
+    @rule(most=st.integers(0, 4))
+    def trim(self, most: int) -> None:
+        """What is above a quota goes in slices, and of nobody else anything."""
+        before = {tenant.name: tenant for tenant in self.directory.tenants()}
+        self.directory.trim(most)
+        for tenant in self.directory.tenants():
+            quota_bytes, held_bytes = tenant.limits.bytes, before[tenant.name].used_bytes
+            may_give = quota_bytes is not None and held_bytes > quota_bytes
+            assert tenant.used_bytes == held_bytes or may_give
+        self.pool.lost_by_force(set())
+
+
 # Shrinking a failure takes longer than a test may.
 class LearningDirectoryMachine(DirectoryMachine):
     """A policy that learns decides what goes; everything else holds as it does for LRU."""
@@ -362,4 +420,6 @@ TestTieredDirectory = pytest.mark.timeout(900)(TieredDirectoryMachine.TestCase)
 # Each of its steps does the work of several.
 TieredDirectoryMachine.TestCase.settings = settings(max_examples=settings.default.max_examples // 4)
 TestLearningDirectory = pytest.mark.timeout(900)(LearningDirectoryMachine.TestCase)
+TenantsDirectoryMachine.TestCase.settings = settings(max_examples=settings.default.max_examples // 3)
+TestTenantsDirectory = pytest.mark.timeout(900)(TenantsDirectoryMachine.TestCase)
 TestRelaxedDirectory = pytest.mark.timeout(900)(RelaxedDirectoryMachine.TestCase)

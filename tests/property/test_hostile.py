@@ -29,7 +29,7 @@ from kvpool.meta.service import MetaService
 from kvpool.ops.settings import MetaSettings
 from kvpool.testing import ManualClock
 from kvpool.transport.wire.messages import KINDS, ReserveRequest
-from kvpool.transport.wire.server import Payload
+from kvpool.transport.wire.payload import Payload
 from kvpool.v1 import common_pb2, membership_pb2
 
 from .hostile_values import (

@@ -51,6 +51,8 @@ LIKELY = {
     "model": st.sampled_from(("demo", "small", "")),
     "grant": st.just(seal(Grant(**SOUND), KEY)),
     "limit_ms": st.just(1),
+    "tenant": st.sampled_from((NAMESPACE.tenant, "other", "", "t" * 300)),
+    "unlimited": st.sampled_from(("bytes", "pins", "lookups_per_s", "writes_per_s", "share", "")),
 }
 TYPES = {
     FieldDescriptor.TYPE_BYTES: blobs,
@@ -58,6 +60,7 @@ TYPES = {
     FieldDescriptor.TYPE_BOOL: st.booleans(),
     FieldDescriptor.TYPE_UINT32: st.integers(0, 9) | st.sampled_from((1 << 31, U32)),
     FieldDescriptor.TYPE_FIXED64: st.integers(0, 9) | st.sampled_from((1 << 63, U64)),
+    FieldDescriptor.TYPE_DOUBLE: st.floats() | st.sampled_from((0.5, 1.0, 1e9)),
     FieldDescriptor.TYPE_UINT64: st.integers(0, 9) | st.sampled_from((1 << 31, 1 << 63, U64)),
 }
 

@@ -28,7 +28,7 @@ from kvpool.node.store import NodeStore
 from kvpool.testing import ManualClock
 from kvpool.transport.wire.framed import FramedSocket
 from kvpool.transport.wire.messages import KINDS, Message, WriteRequest
-from kvpool.transport.wire.server import Payload
+from kvpool.transport.wire.payload import Payload
 
 from .hostile_values import HASHES, NAMESPACE, RESERVED, SEGMENTS, UNKNOWN, answer, any_of, lying
 

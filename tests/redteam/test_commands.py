@@ -1,5 +1,6 @@
 """Commands with a folder of certificates: all of them use it, and none falls back to plaintext."""
 
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ def guarded(tmp_path_factory, pki):
     with ExitStack() as stack:
         pool = Pool(tmp_path_factory.mktemp("pool"), stack)
         tls = {"tls-dir": pki.folder}
-        pool.start_meta(**{"expected-nodes": 1, **tls})
+        pool.start_meta(**{"expected-nodes": 1, "events-port": 0, **tls})
         pool.start_node("n0", **tls)
         yield pool
 
@@ -35,6 +36,17 @@ def test_a_ping_is_a_clients(guarded, pki):
     answer = kvpool("ping", "--pool", guarded.uri, "--tls-dir", pki.folder, "--transports", "tcp")
 
     assert answer.stdout.startswith("16 of 16 blocks came back over tls"), answer.stderr
+
+
+def test_events_are_an_operators(guarded, pki, tmp_path):
+    answer = kvpool("events", "--once", "--pool", guarded.uri, "--tls-dir", pki.folder)
+    assert "snapshot cleared" in answer.stdout, answer.stderr
+
+    for name in ("ca.pem", "client.pem", "client-key.pem", "events.pub"):
+        shutil.copy(pki.folder / name, tmp_path / name)
+    answer = kvpool("events", "--once", "--pool", guarded.uri, "--tls-dir", tmp_path)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert "for observers and admins" in answer.stderr
 
 
 def test_without_certificates_nothing_is_reached(guarded):

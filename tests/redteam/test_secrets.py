@@ -22,6 +22,7 @@ CALLS = (
     ["vllm-config"],
     ["explain", "--hash", "0" * 64],
     ["verify"],
+    ["events", "--once"],
     ["drain", "nobody"],
     ["drain", "nobody", "--format", "json"],
 )
@@ -34,7 +35,8 @@ def pki(tmp_path):
 
 def secret_lines(pki):
     """What makes up the folder's private keys, line by line."""
-    keys = [path.read_text().splitlines() for path in pki.folder.glob("*-key.pem")]
+    paths = (*pki.folder.glob("*-key.pem"), *pki.folder.glob("*.events-key"))
+    keys = [path.read_text().splitlines() for path in paths]
     return {line for lines in keys for line in lines if not line.startswith("-----")}
 
 

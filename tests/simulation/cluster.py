@@ -23,6 +23,7 @@ from kvpool.node.link import MetaLink
 from kvpool.node.server import restore_slots
 from kvpool.node.serving import DataSession
 from kvpool.node.store import NodeStore
+from kvpool.ops.audit import Audit
 from kvpool.transport.wire.server import FramedServer, Identity
 from kvpool.v1 import common_pb2
 
@@ -60,7 +61,7 @@ class Meta:
             "kvpool.v1.Directory": DirectoryServicer(service, ["tcp://meta:7301"], "simulated"),
             "kvpool.v1.Membership": MembershipServicer(service),
         }
-        ticker = SimpleNamespace(settings=self.settings, service=service, _stopping=shims.Event())
+        ticker = SimpleNamespace(settings=self.settings, service=service, _audit=Audit(), _stopping=shims.Event())
         scheduler.spawn(process, MetaServer._tick, ticker)
         self.cluster.network.listen("meta", process, _serve_with(server, servicers))
 

@@ -296,7 +296,7 @@ class Framed:
         self.until_s = math.inf
         self._armed_s = math.inf
         self._frame = None
-        self.greeted = False
+        self.caller = None
         self.trace = ""
 
     def arm(self, timeout_s):

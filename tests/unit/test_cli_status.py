@@ -1,8 +1,10 @@
-"""What `kvpool status` says of how a pool is guarded."""
+"""What `kvpool status` says of how a pool is guarded, and of who follows it."""
+
+from dataclasses import replace
 
 import pytest
 
-from kvpool.cli.status import _security
+from kvpool.cli.status import _events, _security
 from kvpool.client.results import NodeStatus, PoolStatus, RecoveryStatus
 
 
@@ -32,3 +34,11 @@ def pool(security, *endpoints):
 def test_every_status_says_how_the_pool_is_guarded(status, says):
     (line,) = _security(status)
     assert line.startswith(says)
+
+
+def test_a_status_says_where_events_are_and_whether_followers_keep_up():
+    counts = {"events_subscribers": 2, "events_messages": 1234, "events_dropped": 5, "events_lost": 0}
+    publishing = replace(pool("tls"), events=("tcp://10.0.0.1:7305", "tcp://10.0.0.1:7306"), counters=counts)
+
+    assert _events(pool("tls")) == []
+    assert _events(publishing) == ["events at tcp://10.0.0.1:7305: 2 subscribers, 1,234 messages, 5 drops, 0 lost"]

@@ -124,7 +124,7 @@ def test_bad_values_exit_with_2_and_say_the_fix(capsys, flags, problem, fix):
     ],
 )
 def test_the_banner_of_up_says_how_vllm_uses_the_pool(uri, command):
-    lines = _banner(Settings(), uri, "127.0.0.1:7302").split("\n")
+    lines = _banner(Settings(), uri, "http://127.0.0.1:7302").split("\n")
 
     assert f'  in vLLM     vllm serve MODEL --kv-transfer-config "$({command})"' in lines
     assert "  metrics     http://127.0.0.1:7302/metrics" in lines
@@ -133,7 +133,7 @@ def test_the_banner_of_up_says_how_vllm_uses_the_pool(uri, command):
 def test_with_tls_the_banner_names_the_certificates():
     settings = load_settings(overrides={"tls.dir": "/certs"}, environ={})
 
-    banner = _banner(settings, DEFAULT_POOL, "127.0.0.1:7302")
+    banner = _banner(settings, DEFAULT_POOL, "http://127.0.0.1:7302")
 
     assert "$(kvpool vllm-config --tls-dir /certs)" in banner
     assert f'kvpool.connect("{DEFAULT_POOL}", tls=kvpool.TlsSettings(dir="/certs"))' in banner

@@ -395,4 +395,4 @@ def test_an_unknown_policy_is_refused_with_the_known_ones():
 
 
 def test_an_empty_policy_offers_nothing():
-    assert create_policy("lru", BlockTable()).first(0, now_us=0) is None
+    assert create_policy("lru", BlockTable()).first(0, 0, now_us=0) is None

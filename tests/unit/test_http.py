@@ -54,6 +54,28 @@ def exchange(address, *parts):
     return received
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("localhost:7302", 200),
+        ("127.0.0.1:7302", 200),
+        ("[::1]:7302", 200),
+        ("[::1]", 200),
+        ("evil.example", 421),
+        ("evil.example:7302", 421),
+        ("127.0.0.1.evil.example:7302", 421),
+        ("10.0.0.1:7302", 421),
+    ],
+)
+def test_on_loopback_a_request_must_mean_this_host(address, host, status):
+    """A page of others may give its own name this host's address, and would then read what is here as its own."""
+    answer = exchange(address, f"GET /healthz HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+
+    assert answer.split()[1] == str(status).encode()
+    assert b"evil" not in answer
+
+
 def test_alive_and_ready_are_told_apart(address, state):
     state["unready"] = "no node is ready"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpool.core.errors import AuthenticationError
+from kvpool.core.errors import AuthenticationError, ForbiddenError
 from kvpool.core.identities import META, client_identity, node_identity, operator_identity, principal_of_identity
 from kvpool.core.principals import Principal, Role, anyone, require_node
 from kvpool.ops.grpc_tls import server_name
@@ -59,5 +59,5 @@ def test_a_node_is_itself_or_nobody_is_told_from_anybody():
     "identity", [node_identity("n1"), client_identity("t", "n0"), operator_identity(Role.ADMIN, "n0")]
 )
 def test_nobody_else_is_that_node(identity):
-    with pytest.raises(AuthenticationError, match="this is for node 'n0' alone"):
+    with pytest.raises(ForbiddenError, match="this is for node 'n0' alone"):
         require_node(principal_of_identity(identity), "n0")

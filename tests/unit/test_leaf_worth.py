@@ -182,4 +182,4 @@ def test_a_writer_that_goes_on_is_no_further_turn():
 
 
 def test_an_empty_policy_offers_nothing():
-    assert create_policy("default", BlockTable()).first(0, now_us=0) is None
+    assert create_policy("default", BlockTable()).first(0, 0, now_us=0) is None

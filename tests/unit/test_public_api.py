@@ -25,6 +25,7 @@ NAMES = [
     "ClosedError",
     "DeadlineError",
     "FieldDifference",
+    "ForbiddenError",
     "InvalidBufferError",
     "InvalidHashError",
     "InvalidNamespaceError",
@@ -39,10 +40,13 @@ NAMES = [
     "OverloadedError",
     "PoolStatus",
     "ProtocolError",
+    "QuotaError",
     "Reservation",
     "SegmentStatus",
     "SettingsError",
+    "StaleGrantError",
     "StoreResult",
+    "TenantStatus",
     "TlsSettings",
     "UnavailableError",
     "UnknownNamespaceError",
@@ -56,7 +60,17 @@ NAMES = [
 ]
 
 METHODS = {
-    "Client": {"namespace", "status", "stats", "collector", "drain", "drain_status", "cancel_drain", "close"},
+    "Client": {
+        "namespace",
+        "status",
+        "stats",
+        "collector",
+        "drain",
+        "drain_status",
+        "cancel_drain",
+        "set_quota",
+        "close",
+    },
     "Keyspace": {"match", "release", "load", "store", "reserve", "write", "abort", "tracer"},
 }
 """All that these classes let callers do."""
@@ -71,6 +85,7 @@ RECORDS = [
     "Reservation",
     "SegmentStatus",
     "StoreResult",
+    "TenantStatus",
 ]
 RECORDS += ["WriteResult", "FieldDifference", "Namespace"]
 
@@ -82,14 +97,17 @@ TREE = {
     "InvalidNamespaceError": "UsageError",
     "NamespaceMismatchError": "UsageError",
     "ClosedError": "UsageError",
+    "ForbiddenError": "UsageError",
     "SettingsError": "UsageError",
     "UnavailableError": "KvpoolError",
     "AuthenticationError": "UnavailableError",
     "DeadlineError": "UnavailableError",
     "OverloadedError": "UnavailableError",
+    "StaleGrantError": "UnavailableError",
     "ProtocolError": "KvpoolError",
     "UnknownNamespaceError": "KvpoolError",
     "CapacityError": "KvpoolError",
+    "QuotaError": "CapacityError",
 }
 """Each error and its parent."""
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.bench import lines as reading
 from kvpool.bench import trace
 from kvpool.bench.hitrate import ideal_hit_rate
 from kvpool.bench.trace import TraceLine, parse_line, read_trace
@@ -146,7 +147,7 @@ def test_a_file_without_requests_or_not_there_is_refused(write, tmp_path):
 
 
 def test_limits_end_the_reading_before_the_memory_does(write, monkeypatch):
-    monkeypatch.setattr(trace, "LINE_BYTES_MAX", 200)
+    monkeypatch.setattr(reading, "LINE_BYTES_MAX", 200)
     with pytest.raises(UsageError, match="line 2 is longer than 200 bytes"):
         read_trace(write(line(16, [1]), line(1_600, list(range(100)))))
 

@@ -25,7 +25,8 @@ class PoolLink:
         namespace: Which namespace to open.
         principal: Who is calling, for the pool's logs.
         before: Called first, on the link's thread, e.g. to start a store node.
-        opened: Called with the pool's status, on the link's thread, when the pool has been reached.
+        opened: Called with the pool's status and the namespace as the pool has it, on the link's thread, when the pool
+            has been reached. That namespace has the tenant that this process has proven to be of.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class PoolLink:
         namespace: Namespace,
         principal: str,
         before: Callable[[], object] | None = None,
-        opened: Callable[[PoolStatus], object] | None = None,
+        opened: Callable[[PoolStatus, Namespace], object] | None = None,
     ) -> None:
         self.namespace = namespace
         self._config = config
@@ -104,9 +105,9 @@ class PoolLink:
             return True
         self._keyspace = keyspace
         self._ready.set()
-        log.info("kvpool %s reached; namespace %s", self._config.pool, self.namespace.id.hex()[:16])
+        log.info("kvpool %s reached; namespace %s", self._config.pool, keyspace.namespace.id.hex()[:16])
         if self._opened is not None and status is not None:
-            self._guard(partial(self._opened, status))
+            self._guard(partial(self._opened, status, keyspace.namespace))
         return True
 
     def _guard(self, call: Callable[[], object]) -> None:

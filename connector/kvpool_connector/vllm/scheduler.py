@@ -263,7 +263,7 @@ class PoolScheduler:
             namespace,
             f"vllm:{self._engine_id[:8]}",
             before=None if local is None else partial(ensure_local_node, config.pool, local.size, tls=config.tls),
-            opened=lambda status: _say_differences(status, namespace),
+            opened=_say_differences,
         )
         self._calls = PoolCalls(
             self._link, self._config.lease_s, self._config.lookup_timeout_s, self._config.save_timeout_s

@@ -4,8 +4,10 @@ from kvpool.core.directory.copies import Copy
 from kvpool.core.directory.directory import Directory
 from kvpool.core.directory.draining import Drain
 from kvpool.core.directory.explaining import Explanation, Memory
-from kvpool.core.directory.heat import HotRun
+from kvpool.core.directory.following import Part
+from kvpool.core.directory.heat import HotHead, HotRun
 from kvpool.core.directory.inventory import AnnouncedBlock, Inventory
+from kvpool.core.directory.journal import Changes, Pile
 from kvpool.core.directory.lookup import LEASE_MARGIN_S
 from kvpool.core.directory.outbox import FetchBlocks, FreeSlot, Order
 from kvpool.core.directory.results import (
@@ -21,17 +23,22 @@ from kvpool.core.directory.results import (
 from kvpool.core.directory.segments import DISK, FETCHED, SHM, VRAM, Segment
 from kvpool.core.directory.state import DirectoryConfig
 from kvpool.core.directory.table import BlockState
+from kvpool.core.directory.tenants import REFUSALS, TenantStats
 from kvpool.core.directory.tombstones import Cause, MissReason
+from kvpool.core.directory.viewing import BlockView, HeadView, MissView, NamespaceUsage, View
 
 __all__ = [
     "DISK",
     "FETCHED",
     "LEASE_MARGIN_S",
+    "REFUSALS",
     "SHM",
     "VRAM",
     "AnnouncedBlock",
     "BlockState",
+    "BlockView",
     "Cause",
+    "Changes",
     "CommitStatus",
     "Copy",
     "Directory",
@@ -41,6 +48,8 @@ __all__ = [
     "Explanation",
     "FetchBlocks",
     "FreeSlot",
+    "HeadView",
+    "HotHead",
     "HotRun",
     "Inventory",
     "Location",
@@ -48,9 +57,15 @@ __all__ = [
     "Match",
     "Memory",
     "MissReason",
+    "MissView",
+    "NamespaceUsage",
     "Order",
+    "Part",
+    "Pile",
     "ReserveResult",
     "Segment",
     "Share",
+    "TenantStats",
+    "View",
     "Want",
 ]

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.core.directory.journal import Journal
 from kvpool.core.directory.table import NIL, ROOT, BlockState, BlockTable, Rows, view
 from kvpool.core.eviction.use import inherited
 
@@ -27,12 +28,16 @@ class Chains:
         blocks: The rows; this class owns their links and states.
         on_change: Called with a row that may have become evictable or changed its eviction class.
         on_fold: Called with a row and the ancestor that takes over its holds, or a negative number without one.
+
+    Attributes:
+        journal: Where it is written down what becomes visible and what ceases to be; nowhere by default.
     """
 
     def __init__(
         self, blocks: BlockTable, on_change: Callable[[int], None], on_fold: Callable[[int, int], None]
     ) -> None:
         self.blocks = blocks
+        self.journal: Journal | None = None
         self.indexes: list[Index] = []
         self._on_change = on_change
         self._on_fold = on_fold
@@ -103,6 +108,8 @@ class Chains:
         is_visible = (parents == ROOT) | ((parents >= 0) & (above == BlockState.VISIBLE))
         view(blocks.missing_shards)[rows] = 0
         view(blocks.state)[rows] = np.where(is_visible, BlockState.VISIBLE, BlockState.DORMANT)
+        if self.journal is not None:
+            self._note_trees(rows[(top == np.arange(len(top))) & is_visible].tolist(), self.journal)
         for row in rows[view(blocks.first_child)[rows] == NIL].tolist():
             self._on_change(row)
 
@@ -137,6 +144,8 @@ class Chains:
         while level:
             below = self._below([row for row in level if states[row] == BlockState.VISIBLE])
             self._fold_all(level, heir)
+            if self.journal is not None:
+                self.journal.removed([row for row in level if states[row] == BlockState.VISIBLE])
             self._set_states(level, BlockState.DORMANT)
             level = [child for child in below if states[child] == BlockState.VISIBLE]
 
@@ -149,6 +158,8 @@ class Chains:
         awake = [child for child in children if blocks.state[child] == BlockState.VISIBLE]
         if awake:
             self.doze(*awake)
+        if self.journal is not None and blocks.state[row] == BlockState.VISIBLE:
+            self.journal.removed([row])
         for child in children:
             self._wait(child, namespace, block_hash)
         self.fold(row, parent)
@@ -219,12 +230,16 @@ class Chains:
         stack = [row]
         while stack:
             if len(stack) >= WIDE:
+                if self.journal is not None:
+                    self.journal.stored_all(stack)
                 self._set_states(stack, BlockState.VISIBLE)
                 below = self._below(stack)
                 stack = [child for child in below if states[child] == BlockState.DORMANT and not missing[child]]
                 continue
             row = stack.pop()
             states[row] = BlockState.VISIBLE
+            if self.journal is not None:
+                self.journal.stored(row)
             child = blocks.first_child[row]
             if child == NIL:
                 self._on_change(row)
@@ -232,6 +247,16 @@ class Chains:
                 if states[child] == BlockState.DORMANT and not missing[child]:
                     stack.append(child)
                 child = blocks.next_sibling[child]
+
+    def _note_trees(self, tops: list[int], journal: Journal) -> None:
+        """Write down that these and all below them, new ones all, are visible."""
+        stack, found = tops, []
+        while stack:
+            row = stack.pop()
+            found.append(row)
+            stack.extend(self.children(row))
+        if found:
+            journal.stored_all(found)
 
     def _below(self, rows: list[int]) -> list[int]:
         """The children of all ``rows``: many at a time, since a prompt that all share may have a million below it."""

@@ -50,7 +50,7 @@ def order_copy(
     )
     for row in rows[:most]:
         _add(state, copy, row)
-    state.placements.promise(destination, len(copy.rows) * copy.slot_bytes)
+    state.placements.promise(destination, copy.namespace, len(copy.rows) * copy.slot_bytes)
     state.copies.open(copy)
     state.outboxes.setdefault(destination.node_id, Outbox()).push_copy(copy.number)
     return copy

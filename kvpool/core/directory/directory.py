@@ -15,6 +15,8 @@ from kvpool.core.directory import (
     inventory,
     lookup,
     losing,
+    owning,
+    quotas,
     replicating,
     tiering,
     writing,
@@ -23,6 +25,7 @@ from kvpool.core.directory.copies import Copy
 from kvpool.core.directory.disk import Disk
 from kvpool.core.directory.draining import Drain, Survey
 from kvpool.core.directory.explaining import Explanation, Memory
+from kvpool.core.directory.following import Following
 from kvpool.core.directory.heat import Demand, HotRun
 from kvpool.core.directory.inventory import Inventory
 from kvpool.core.directory.outbox import Order, Outbox
@@ -30,12 +33,15 @@ from kvpool.core.directory.results import CommitStatus, DirectoryStats, Location
 from kvpool.core.directory.segments import DISK, SHM, Segment
 from kvpool.core.directory.state import DirectoryConfig, DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL
+from kvpool.core.directory.tenants import TenantStats
 from kvpool.core.directory.tombstones import Cause, MissReason
+from kvpool.core.directory.viewing import View
 from kvpool.core.directory.writing import Committed
 from kvpool.core.errors import CapacityError, UsageError
 from kvpool.core.keys import NO_PARENT
 from kvpool.core.limits import NAMESPACES_MAX, PAGE_BYTES, SEGMENTS_MAX
 from kvpool.core.namespace import Namespace
+from kvpool.core.tenants import TenantLimits
 from kvpool.core.units import pages_of
 
 COUNTS = (
@@ -58,11 +64,16 @@ COUNTS = (
 
 
 class Directory:
-    """Which blocks the pool holds, where, and who may write or must free what."""
+    """Which blocks the pool holds, where, and who may write or must free what.
+
+    Attributes:
+        following: What becomes visible and what ceases to be.
+    """
 
     def __init__(self, clock: Clock, config: DirectoryConfig | None = None) -> None:
         self._state = DirectoryState(clock, config or DirectoryConfig())
         self._segments_opened = 0
+        self.following = Following(self._state.chains)
 
     def open_namespace(self, namespace: Namespace) -> None:
         """Make ``namespace`` known; opening it again changes nothing.
@@ -76,13 +87,15 @@ class Directory:
         if len(state.namespaces) >= NAMESPACES_MAX:
             raise CapacityError(f"{NAMESPACES_MAX} namespaces are open, the limit; drop old ones by raising an epoch")
         slot_bytes = pages_of(namespace.block_bytes) * PAGE_BYTES
-        entry = NamespaceEntry(state.chains.add_namespace(), namespace, slot_bytes)
+        account = state.tenants.account(namespace.tenant)
+        entry = NamespaceEntry(state.chains.add_namespace(), namespace, slot_bytes, account)
+        state.blocks.owners.append(account.number)
         state.namespaces[namespace.id] = entry
         state.entries.append(entry)
 
-    def namespaces(self) -> list[Namespace]:
-        """The open namespaces, oldest first."""
-        return [entry.namespace for entry in self._state.entries]
+    def namespaces(self, after: int = 0) -> list[Namespace]:
+        """The open namespaces, oldest first, without the first ``after``."""
+        return [entry.namespace for entry in self._state.entries[after:]]
 
     def namespace(self, namespace_id: bytes) -> Namespace:
         """The open namespace with this id; raises UnknownNamespaceError."""
@@ -91,6 +104,14 @@ class Directory:
     def knows(self, namespace_id: bytes) -> bool:
         """Whether the namespace is open."""
         return namespace_id in self._state.namespaces
+
+    def tenant_of(self, *, namespace: bytes = b"", lease: int = 0, reservation: int = 0) -> str | None:
+        """Whose blocks are in a namespace, under a lease or in a reservation; None for one that is not there."""
+        if namespace:
+            return owning.tenant_of_namespace(self._state, namespace)
+        if lease:
+            return owning.tenant_of_lease(self._state, lease)
+        return owning.tenant_of_reservation(self._state, reservation)
 
     # Nodes and segments
 
@@ -341,19 +362,24 @@ class Directory:
         """Keep a block and its ancestors from eviction for ``ttl_s`` (soft) or until unpinned (hard).
 
         A later pin of the same block replaces an earlier one, shorter or longer.
+
+        Raises:
+            QuotaError: The block's tenant has as many blocks pinned as it may.
         """
         row = self._row(namespace_id, block_hash)
         if row == NIL:
             return False
-        until_us = FOREVER_US if ttl_s is None else self._state.now_us() + microseconds(ttl_s)
-        self._state.blocks.pinned_until_us[row] = until_us
+        now_us = self._state.now_us()
+        self._state.pins.expire(now_us)
+        self._state.pins.pin(row, FOREVER_US if ttl_s is None else now_us + microseconds(ttl_s))
         self._state.policy.changed(row)
         return True
 
     def unpin(self, namespace_id: bytes, block_hash: bytes) -> bool:
-        """Undo `pin`; leases stay as they are."""
+        """Undo `pin`; leases stay as they are. False for a block that is not pinned, or no longer."""
         row = self._row(namespace_id, block_hash)
-        if self._state.blocks.pinned_until_us.pop(row, None) is None:
+        self._state.pins.expire(self._state.now_us())
+        if not self._state.pins.unpin(row):
             return False
         self._state.policy.changed(row)
         return True
@@ -386,8 +412,39 @@ class Directory:
         return LookupStats(
             asked_tokens=sum(entry.asked_blocks * entry.namespace.block_tokens for entry in entries),
             matched_tokens=sum(entry.matched_blocks * entry.namespace.block_tokens for entry in entries),
-            misses={reason: self._state.misses[reason] for reason in MissReason},
+            misses=self.misses(),
         )
+
+    # Tenants
+
+    def tenants(self) -> list[TenantStats]:
+        """What each tenant may hold, holds, and was refused, by name."""
+        return self._state.tenants.stats(self._state.placements.memory.capacity_bytes)
+
+    def limits(self, tenant: str) -> TenantLimits:
+        """The limits of a tenant, whether it has come or not."""
+        return self._state.tenants.limits(tenant)
+
+    def set_limits(self, tenant: str, limits: TenantLimits) -> None:
+        """Give a tenant limits of its own, from now on; `trim` brings it below a lower quota.
+
+        Raises:
+            CapacityError: Too many tenants have limits of their own.
+        """
+        self._state.tenants.set_limits(tenant, limits)
+
+    def trim(self, most: int) -> bool:
+        """Evict up to ``most`` blocks of tenants above their quota; whether there may be more to do now."""
+        return quotas.trim(self._state, most)
+
+    def misses(self) -> dict[MissReason, int]:
+        """Look-ups that ended early, by why."""
+        return {reason: self._state.misses[reason] for reason in MissReason}
+
+    @property
+    def view(self) -> View:
+        """What people look at."""
+        return View(self._state)
 
     def check_integrity(self) -> None:
         """Assert the invariants that tables, links and accounts must keep; for tests and idle times."""

@@ -38,6 +38,14 @@ class HotRun:
 
 
 @dataclass(frozen=True, slots=True)
+class HotHead:
+    """Neighbours in a chain that are read about alike, each so many times a second."""
+
+    rows: tuple[int, ...]
+    reads_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Demand:
     """What was read lately: sampled slices, and the reads a second that one sample stands for."""
 
@@ -57,6 +65,21 @@ class Demand:
         copies = dict(zip(rows[further > 0].tolist(), (1 + further[further > 0]).tolist(), strict=True))
         for rows_read in self.slices:
             yield from _runs(rows_read, copies)
+
+    def heads(self, most: int) -> list[HotHead]:
+        """The ``most`` runs that are read the most, blocks times reads; counts within a factor of 2 are alike.
+
+        Needs no lock, as `hot_runs`.
+        """
+        if not self.slices:
+            return []
+        rows, counts = np.unique(np.concatenate([np.asarray(s) for s in self.slices]), return_counts=True)
+        seen = dict(zip(rows.tolist(), counts.tolist(), strict=True))
+        magnitude = {row: count.bit_length() for row, count in seen.items() if count >= SAMPLES_MIN}
+        runs = [run.rows for rows_read in self.slices for run in _runs(rows_read, magnitude)]
+        reads = [(sum(seen[row] for row in run), run) for run in runs]
+        hottest = sorted(reads, key=lambda read: read[0], reverse=True)[:most]
+        return [HotHead(run, count / len(run) * self.reads_per_s) for count, run in hottest]
 
 
 class Heat:

@@ -50,6 +50,11 @@ class LeaseLedger:
         self._put(self._last_number, row)
         return self._last_number
 
+    def row_of(self, number: int) -> int | None:
+        """The row that a lease is on; None when it is over."""
+        lease = self._leases.get(number)
+        return None if lease is None else lease.row
+
     def release(self, number: int) -> int | None:
         """End a lease early; the row it was on, or None when it is over already."""
         lease = self._leases.pop(number, None)
@@ -71,6 +76,11 @@ class LeaseLedger:
         """Bytes charged for the leases on ``row``."""
         leased = self._by_row.get(row)
         return leased.size_bytes if leased is not None else 0
+
+    def count(self, row: int) -> int:
+        """Leases on ``row``."""
+        leased = self._by_row.get(row)
+        return len(leased.numbers) if leased is not None else 0
 
     def until_us(self, row: int) -> int:
         """How long the leases on ``row`` hold it."""

@@ -9,8 +9,9 @@ from kvpool.core.clock import microseconds
 from kvpool.core.directory import tiering
 from kvpool.core.directory.chains import Index
 from kvpool.core.directory.results import Location, Match
-from kvpool.core.directory.state import DirectoryState, NamespaceEntry
+from kvpool.core.directory.state import DirectoryState, LatestMiss, NamespaceEntry
 from kvpool.core.directory.table import NIL, BlockState
+from kvpool.core.directory.tenants import LOOKUPS
 from kvpool.core.directory.tombstones import MissReason
 from kvpool.core.errors import InvalidHashError
 from kvpool.core.keys import count_hashes, hash_at
@@ -30,10 +31,12 @@ def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int,
     """See `Directory.match`."""
     blocks = _check_first(hashes, first)
     entry = state.entry(namespace_id)
-    index = state.chains.indexes[entry.number]
-    matched = visible_prefix(state, index, hashes, blocks)
     state.counts["lookups"] += 1
     entry.asked_blocks += blocks
+    if entry.account.lookups is not None and not _may_ask(state, entry):
+        return Match(0, MissReason.QUOTA)
+    index = state.chains.indexes[entry.number]
+    matched = visible_prefix(state, index, hashes, blocks)
     if lease_s > 0 and matched:
         matched = _within_cap(state, entry, index, hashes, first, matched)
     entry.matched_blocks += matched
@@ -51,6 +54,8 @@ def match(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int,
     reason = _reason(state, entry, hashes, matched, blocks)
     if reason is not None:
         state.misses[reason] += 1
+        missing = hash_at(hashes, matched)
+        state.latest_misses.append(LatestMiss(state.now_us(), entry.number, missing, reason, matched, blocks))
     return Match(matched, reason, lease)
 
 
@@ -68,12 +73,16 @@ def locate(state: DirectoryState, namespace_id: bytes, hashes: bytes, first: int
     """See `Directory.locate`."""
     blocks = _check_first(hashes, first)
     entry = state.entry(namespace_id)
+    if entry.account.lookups is not None and not _may_ask(state, entry, promised=True):
+        return Location.nothing(MissReason.QUOTA)
     index = state.chains.indexes[entry.number]
     matched = visible_prefix(state, index, hashes, blocks)
     if matched:
         state.blocks.last_use_us[index[hash_at(hashes, matched - 1)]] = state.now_us()
     reason = _reason(state, entry, hashes, matched, blocks)
-    return _gather(state, index, hashes, first, max(matched, first), shard, reason)
+    location = _gather(state, index, hashes, first, max(matched, first), shard, reason)
+    entry.read_shards += location.blocks * (entry.namespace.shards if shard is None else 1)
+    return location
 
 
 def visible_prefix(state: DirectoryState, index: Index, hashes: bytes, blocks: int) -> int:
@@ -121,6 +130,16 @@ def _known_reason(state: DirectoryState, entry: NamespaceEntry, block_hash: byte
         unknown = MissReason.RECOVERING if state.recovering else MissReason.NODE_DOWN
         return tombstone.reason if tombstone else unknown
     return MissReason.PARENT_MISSING
+
+
+def _may_ask(state: DirectoryState, entry: NamespaceEntry, *, promised: bool = False) -> bool:
+    """Whether the tenant's rate allows a look-up now; one that was ``promised`` by a match may use what is to come."""
+    lookups = entry.account.lookups
+    if lookups is None or lookups.take(in_advance=promised):
+        return True
+    entry.account.refused[LOOKUPS] += 1
+    state.misses[MissReason.QUOTA] += 1
+    return False
 
 
 def _check_first(hashes: bytes, first: int) -> int:

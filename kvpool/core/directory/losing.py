@@ -56,7 +56,7 @@ def drop_lost(state: DirectoryState, most: int) -> int:
         segment = state.lost[0]
         while segment.blocks and most > 0:
             # A block in flight goes whole at its first lost shard, and takes its other placements with it.
-            placement = segment.first if segment.first != NIL else segment.first_surplus
+            placement = next(state.placements.of_segment(segment))
             state.drop_placement(placement, MissReason.NODE_DOWN, order=False)
             most -= 1
         if not segment.blocks:

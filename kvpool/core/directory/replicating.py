@@ -30,6 +30,11 @@ def _copy(state: DirectoryState, needy: list[int], shard: int, ttl_s: float) -> 
     some = [row for row in some if destination.node_id not in holders(state, row, shard)]
     slot_bytes = state.entries[state.blocks.namespace[some[0]]].slot_bytes
     some = some[: _budget_bytes(state, destination) // slot_bytes]
+    room_bytes = state.tenants.room_bytes(state.blocks.owner(some[0]))
+    if room_bytes is not None:
+        some = some[: max(0, room_bytes // slot_bytes)]
+    if not some:
+        return 0
     copy = order_copy(state, some, shard, source, destination, microseconds(ttl_s))
     return len(copy.hashes) if copy is not None else 0
 

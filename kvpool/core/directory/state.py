@@ -1,8 +1,9 @@
 """The directory's state and the transitions that every operation is made of."""
 
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvpool.core.clock import Clock, microseconds
 from kvpool.core.directory.chains import Chains
@@ -11,17 +12,24 @@ from kvpool.core.directory.disk import Disk
 from kvpool.core.directory.heat import Heat
 from kvpool.core.directory.leases import LeaseLedger
 from kvpool.core.directory.outbox import FreeSlot, Outbox
+from kvpool.core.directory.pins import Pins
+from kvpool.core.directory.placements import Placements
 from kvpool.core.directory.placing import Placer
 from kvpool.core.directory.reservations import Reservations
-from kvpool.core.directory.segments import Placements, Segment
+from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState, BlockTable, Reuse
+from kvpool.core.directory.tenants import Account, Tenants
 from kvpool.core.directory.tombstones import Cause, MissReason, Tombstone, Tombstones
 from kvpool.core.errors import UnknownNamespaceError
 from kvpool.core.eviction import create_policy
 from kvpool.core.namespace import Namespace
+from kvpool.core.tenants import UNLIMITED, TenantLimits
 
 FREED_MAX = 1024
 """Orders a grant carries at most; all of them travel on the control stream too."""
+
+LATEST_MISSES_MAX = 64
+"""Look-ups that ended early remembered, for people to look at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,8 @@ class DirectoryConfig:
         replica_read_rate: Reads of a block a second that bring it one further copy.
         replica_budget: Share of what would be free on a segment without them that further copies may take.
         demote_fill: Used share of a node's memory from which on what was read goes to its disk too.
+        tenants: Limits of tenants by name.
+        tenant_default: Those of all others.
     """
 
     policy: str = "lru"
@@ -55,6 +65,8 @@ class DirectoryConfig:
     replica_read_rate: float = 20.0
     replica_budget: float = 0.5
     demote_fill: float = 0.75
+    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
+    tenant_default: TenantLimits = UNLIMITED
 
 
 @dataclass(slots=True)
@@ -65,10 +77,27 @@ class NamespaceEntry:
     namespace: Namespace
     slot_bytes: int
     """Bytes a slot takes: the block, up to the next page."""
+    account: Account
+    """Whose its blocks are."""
     asked_blocks: int = 0
     """Blocks that look-ups asked for since the service's start."""
     matched_blocks: int = 0
     """Of these, blocks that were there."""
+    read_shards: int = 0
+    """Shards of blocks that readers were told where to find."""
+    stored_shards: int = 0
+    """Shards of blocks that writers committed."""
+
+
+class LatestMiss(NamedTuple):
+    """A look-up that ended early: the block that was missing, why, and how many of those asked for were there."""
+
+    at_us: int
+    namespace: int
+    missing: bytes
+    reason: MissReason
+    matched: int
+    asked: int
 
 
 class DirectoryState:
@@ -79,12 +108,15 @@ class DirectoryState:
         self.counts: Counter[str] = Counter()
         self.misses: Counter[MissReason] = Counter()
         """Look-ups that ended before their chain did, by why."""
+        self.latest_misses: deque[LatestMiss] = deque(maxlen=LATEST_MISSES_MAX)
         self.blocks = BlockTable()
         self.policy = create_policy(config.policy, self.blocks)
         self.leases = LeaseLedger(config.epoch << 32)
         self.chains = Chains(self.blocks, self.policy.changed, self.leases.move)
-        self.placements = Placements(self.blocks)
-        self.placer = Placer(self.placements, self.policy, self.evict, self.reclaim, config.age_slack)
+        self.tenants = Tenants(clock, config.tenants, config.tenant_default)
+        self.pins = Pins(self.blocks, self.tenants)
+        self.placements = Placements(self.blocks, self.tenants)
+        self.placer = Placer(self.placements, self.tenants, self.policy, self.evict, self.reclaim, config.age_slack)
         self.reservations = Reservations(config.epoch << 32)
         self.copies = Copies()
         self.heat = Heat()
@@ -111,9 +143,8 @@ class DirectoryState:
         """The open namespace ``namespace_id``; raises UnknownNamespaceError."""
         entry = self.namespaces.get(namespace_id)
         if entry is None:
-            raise UnknownNamespaceError(
-                f"namespace {namespace_id.hex()[:16]} is not open here; open it with its document first"
-            )
+            # Not which: an id that the caller may not know is looked up as one that nobody has.
+            raise UnknownNamespaceError("this namespace is not open here; open it with its document first")
         return entry
 
     def hold(self, row: int, until_us: int) -> None:
@@ -195,7 +226,7 @@ class DirectoryState:
             if copy.destination.is_disk:
                 self.blocks.reused[copy.rows[block_hash]] = Reuse.NONE  # the next read makes another try
             self.copies.settle(copy, block_hash)
-        self.placements.withdraw(copy.destination, len(given_up) * copy.slot_bytes)
+        self.placements.withdraw(copy.destination, copy.namespace, len(given_up) * copy.slot_bytes)
         return len(given_up)
 
     def expire(self) -> None:
@@ -208,6 +239,7 @@ class DirectoryState:
         for copy in self.copies.due(now_us):
             self.give_up(copy, list(copy.rows))
         self.leases.expire(now_us)
+        self.pins.expire(now_us)
 
     def _forget(self, row: int, reason: MissReason, cause: Cause | None) -> None:
         if reason != MissReason.COLD:  # it found no room: why it left before still holds
@@ -215,6 +247,8 @@ class DirectoryState:
         self.reservations.release(row)
         for copy in self.copies.of_row(row):
             self.give_up(copy, [self.blocks.hash[row]])
+        if row in self.blocks.pinned_until_us:
+            self.pins.unpin(row)
         self.chains.remove(row)
 
     def _bury(self, row: int, segment: int, reason: MissReason, cause: Cause | None) -> None:

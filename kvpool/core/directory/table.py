@@ -48,7 +48,7 @@ Rows = Sequence[int]
 """Row numbers; a ``range`` where they follow one another, which lets columns be written as slices."""
 
 
-def view(column: "array[int]") -> NDArray[Any]:
+def view(column: "array[Any]") -> NDArray[Any]:
     """The column as a numpy array, to read or write many rows at once.
 
     While it lives the column cannot grow: use it in one expression and let it go.
@@ -61,7 +61,7 @@ class BlockTable:
 
     `home_segment` is that of the last placement, a primary one: where the block waits to be evicted. `use` is what the
     eviction policy knows of the block's past (`kvpool.core.eviction.use`). `held_until_us` covers leases; pins are few
-    and kept apart, so that unpinning one leaves the leases as they were.
+    and kept apart, so that unpinning one leaves the leases as they were. `owners` are tenants by namespace.
     """
 
     def __init__(self) -> None:
@@ -81,6 +81,7 @@ class BlockTable:
         self.held_until_us = array("q")
         self.queued_at_us = array("q")
         self.pinned_until_us: dict[int, int] = {}
+        self.owners: list[int] = []
         self.live = 0
         self._free = NIL
 
@@ -104,6 +105,10 @@ class BlockTable:
         self.last_use_us[row] = now_us
         self.held_until_us[row] = NEVER_US
         return row
+
+    def owner(self, row: int) -> int:
+        """Number of the tenant that ``row`` belongs to."""
+        return self.owners[self.namespace[row]]
 
     def hold_us(self, row: int) -> int:
         """Until when ``row`` may not be evicted."""
@@ -130,7 +135,6 @@ class BlockTable:
 
     def free(self, row: int) -> None:
         """Give the row back; its links must already be gone."""
-        self.pinned_until_us.pop(row, None)
         self.live -= 1
         self.hash[row] = b""
         self.state[row] = BlockState.FREE

@@ -13,6 +13,7 @@ import numpy as np
 from kvpool.core.clock import microseconds
 from kvpool.core.directory.copying import COPIES_OPEN_MAX, COPY_BLOCKS_MAX, copy_blocks_max, order_copy
 from kvpool.core.directory.disk import Disk
+from kvpool.core.directory.placing import Asked
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryState
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState, Reuse, view
@@ -82,7 +83,7 @@ def _demote(state: DirectoryState, disk: Disk, ttl_us: int) -> int:
         if run is None:
             continue
         source, shard, some = run
-        _make_room(state, disk.segment, len(some) * state.entries[state.blocks.namespace[some[0]]].slot_bytes)
+        _make_room(state, disk.segment, some)
         copy = order_copy(state, some, shard, source, disk.segment, ttl_us)
         if copy is not None:
             return len(copy.hashes)
@@ -180,8 +181,10 @@ def _promote(state: DirectoryState, disk: Disk, ttl_us: int) -> int:
             some = _run_to_promote(state, disk, shard)
             if not some:
                 continue
-            _make_room(state, memory, len(some) * state.entries[namespace].slot_bytes)
-            copy = order_copy(state, some, shard, disk.segment, memory, ttl_us)
+            copy = None
+            if _fits_quota(state, some):
+                _make_room(state, memory, some)
+                copy = order_copy(state, some, shard, disk.segment, memory, ttl_us)
             if copy is not None:
                 return len(copy.hashes)
         row = disk.wanted.popleft()  # it is there by now, on its way, or gone, or there is no room for it
@@ -216,18 +219,31 @@ def _is_busy(state: DirectoryState, segment: Segment) -> bool:
     return state.copies.count_to(segment) >= COPIES_OPEN_MAX
 
 
-def _make_room(state: DirectoryState, segment: Segment, size_bytes: int) -> None:
-    """Let the oldest of ``segment`` go, as long as there is something that may and the room is not enough."""
-    now_us = state.now_us()
+def _fits_quota(state: DirectoryState, some: list[int]) -> bool:
+    """Whether memory has room for the blocks within their tenant's quota, after it gave some of its own if it must."""
+    entry = state.entries[state.blocks.namespace[some[0]]]
+    size_bytes, use = len(some) * entry.slot_bytes, state.blocks.use[some[0]]
+    return state.placer.fit_quota(Asked(size_bytes, use, entry.account.number, state.now_us()))
+
+
+def _make_room(state: DirectoryState, segment: Segment, some: list[int]) -> None:
+    """Let the oldest of ``segment`` go, as long as there is something that may and the room is not enough for blocks.
+
+    Who gives is decided as for new blocks (`Tenants.givers`).
+    """
+    now_us, entry = state.now_us(), state.entries[state.blocks.namespace[some[0]]]
+    size_bytes = len(some) * entry.slot_bytes
+    used = state.tenants.disk if segment.is_disk else state.tenants.memory
+    make = _make_room_on_disk if segment.is_disk else _make_room_in_memory
     while segment.free_bytes < size_bytes and segment.spared_until_us <= now_us:
-        make = _make_room_on_disk if segment.is_disk else _make_room_in_memory
-        if not make(state, segment, now_us):
+        givers = state.tenants.givers(used, entry.account.number, size_bytes)
+        if not any(make(state, segment, giver, now_us) for giver in givers):
             return
 
 
-def _make_room_in_memory(state: DirectoryState, segment: Segment, now_us: int) -> bool:
+def _make_room_in_memory(state: DirectoryState, segment: Segment, giver: int, now_us: int) -> bool:
     """What has another copy, or was never read, gives way to what comes back; not the last copy of what was read."""
-    surplus, victim = segment.last_surplus, state.policy.first(segment.number, now_us)
+    surplus, victim = segment.last_surplus(giver), state.policy.first(segment.number, giver, now_us)
     if (
         victim is not None
         and state.blocks.reused[victim.row] == Reuse.NONE
@@ -241,10 +257,10 @@ def _make_room_in_memory(state: DirectoryState, segment: Segment, now_us: int) -
     return True
 
 
-def _make_room_on_disk(state: DirectoryState, segment: Segment, now_us: int) -> bool:
-    victim = state.policy.first(segment.number, now_us)
-    if segment.last_surplus != NIL and (victim is None or victim.rank > DORMANT):
-        state.reclaim(segment.last_surplus)
+def _make_room_on_disk(state: DirectoryState, segment: Segment, giver: int, now_us: int) -> bool:
+    surplus, victim = segment.last_surplus(giver), state.policy.first(segment.number, giver, now_us)
+    if surplus != NIL and (victim is None or victim.rank > DORMANT):
+        state.reclaim(surplus)
         return True
     if victim is None or victim.row in state.disks[segment.node_id].leaving:
         return False

@@ -21,6 +21,7 @@ class MissReason(StrEnum):
     NOT_WORTH_LOADING = "not_worth_loading"
     RECOVERING = "recovering"
     QUOTA = "quota"
+    """The tenant has asked more often than it may."""
     PARENT_MISSING = "parent_missing"
     """The block is stored, but an ancestor is not: it cannot be matched until that comes back."""
     IN_FLIGHT = "in_flight"
@@ -31,7 +32,9 @@ class Cause(StrEnum):
     """What made a block leave: finer than its `MissReason`."""
 
     ROOM = "room"
-    """The pool was full, and the block the oldest leaf."""
+    """The pool was full, and the block the oldest leaf of the tenant whose turn it was."""
+    QUOTA = "quota"
+    """Its tenant had more than its quota, and gave its oldest leaf."""
     SCATTERED = "scattered"
     """Its node had the bytes for a new block, but no extent long enough."""
     DEADLINE = "deadline"

@@ -4,10 +4,12 @@ from kvpool.core.clock import microseconds
 from kvpool.core.directory import copying
 from kvpool.core.directory.chains import Index
 from kvpool.core.directory.lookup import visible_prefix
+from kvpool.core.directory.placing import Asked
 from kvpool.core.directory.results import CommitStatus, ReserveResult, Share, Want
 from kvpool.core.directory.segments import Segment
 from kvpool.core.directory.state import DirectoryState, NamespaceEntry
 from kvpool.core.directory.table import NIL, NO_SLOT, BlockState
+from kvpool.core.directory.tenants import BYTES, WRITES
 from kvpool.core.directory.tombstones import Cause, MissReason
 from kvpool.core.errors import InvalidHashError, NamespaceMismatchError
 from kvpool.core.keys import count_hashes, hash_at, split_hashes
@@ -79,6 +81,7 @@ def commit(
             blocks.last_use_us[row] = now_us
             state.chains.complete(row)
         statuses.append(CommitStatus.COMMITTED)
+    state.entries[reservation.namespace].stored_shards += statuses.count(CommitStatus.COMMITTED)
     return statuses
 
 
@@ -99,20 +102,21 @@ def abort(state: DirectoryState, reservation_number: int, hashes: list[bytes] | 
         segments = {state.placements.rows.segment[p] for p in state.placements.of_block(row)} if crowded else set()
         state.remove_block(row, MissReason.EXPIRED, Cause.ABORTED)
         for segment in segments:
-            _make_hole(state, segment, state.entries[reservation.namespace].slot_bytes)
+            _make_hole(state, segment, state.entries[reservation.namespace])
     return len(rows)
 
 
-def _make_hole(state: DirectoryState, segment: int, slot_bytes: int) -> None:
+def _make_hole(state: DirectoryState, number: int, entry: NamespaceEntry) -> None:
     """Evict from a segment whose free pages are too scattered for a slot.
 
     Neighbours in a chain are often neighbours in memory: a few slots' worth of the oldest leaves leave a hole.
     """
-    if state.placements.segments[segment].spared_until_us > state.now_us():
+    segment, now_us = state.placements.segments[number], state.now_us()
+    if segment.spared_until_us > now_us:
         return
-    goal_bytes = state.placements.segments[segment].used_bytes - HOLE_FACTOR * slot_bytes
-    while state.placements.segments[segment].used_bytes > goal_bytes:
-        if not state.placer.make_room_on(state.placements.segments[segment], state.now_us()):
+    goal_bytes = segment.used_bytes - HOLE_FACTOR * entry.slot_bytes
+    while segment.used_bytes > goal_bytes:
+        if not state.placer.make_room_on(segment, entry.account.number, now_us):
             return
 
 
@@ -127,8 +131,12 @@ class _Writer:
         self.deadline_us = self.now_us + microseconds(ttl_s)
         self.reservation = state.reservations.open(entry.number, owner, self.deadline_us)
         self.shares: dict[tuple[int, int], Share] = {}
-        self.use: int | None = None
-        """What the eviction policy says of the new blocks, as soon as there is one."""
+        self.writes = entry.account.writes
+        self.allowed = RESERVE_BLOCKS_MAX if self.writes is None else max(0, self.writes.whole)
+        """New blocks that the tenant's rate of writes allows yet."""
+        self.begun = False
+        """Whether there was a new block yet, of which the eviction policy says its use."""
+        self.asked = Asked(entry.slot_bytes, 0, entry.account.number, self.now_us)
 
     def reserve(self, chain: list[bytes], above: bytes, first: int) -> ReserveResult:
         state, wants = self.state, bytearray(len(chain))
@@ -143,21 +151,36 @@ class _Writer:
                 wants[i] = Want.IN_FLIGHT if in_flight else Want.EXISTS
                 i += 1
                 near = None if self._branches(row) else near
-            elif placed := self._place_new(chain, i, above, near):
+            elif self.allowed and (placed := self._place_new(chain, i, above, near)):
                 near, count = placed
                 i += count
             else:
                 wants[i:] = bytes([Want.NO_ROOM]) * (len(chain) - i)
-                state.counts["refused_blocks"] += len(chain) - i
+                self._count_refused(len(chain) - i)
                 break
             above = chain[i - 1]
         return self._result(bytes(wants))
 
     def _place_new(self, chain: list[bytes], i: int, above: bytes, near: Segment | None) -> tuple[Segment, int] | None:
         """Reserve new blocks from ``i`` on, without evicting as long as that goes; where, and how many."""
-        if self.use is None:
-            self.use = self.state.policy.begins(self.index.get(above, NIL), chain[i:], self.now_us)
-        return self._place_run(chain, i, above, near) or self._place(chain, i, above, near)
+        if not self.begun:
+            self.begun = True
+            use = self.state.policy.begins(self.index.get(above, NIL), chain[i:], self.now_us)
+            self.asked = self.asked._replace(use=use)
+        placed = self._place_run(chain, i, above, near) or self._place(chain, i, above, near)
+        if placed is not None and self.writes is not None:
+            self.writes.take(placed[1])
+            self.allowed -= placed[1]
+        return placed
+
+    def _count_refused(self, blocks: int) -> None:
+        state, account = self.state, self.entry.account
+        state.counts["refused_blocks"] += blocks
+        room_bytes = state.tenants.room_bytes(account.number)
+        if not self.allowed:
+            account.refused[WRITES] += blocks
+        elif room_bytes is not None and room_bytes < self.entry.slot_bytes * self.entry.namespace.shards:
+            account.refused[BYTES] += blocks
 
     def _present(self, block_hash: bytes, above: bytes, block: int) -> int:
         """The row of a block that need not be written, or NIL."""
@@ -178,7 +201,8 @@ class _Writer:
     ) -> tuple[Segment, int] | None:
         """Reserve as many new blocks from ``start`` on as one segment takes without evicting; where, and how many."""
         state, slot_bytes, shards = self.state, self.entry.slot_bytes, self.entry.namespace.shards
-        found = state.placer.room(slot_bytes * shards, near, len(chain) - start)
+        most = min(self.allowed, len(chain) - start)
+        found = state.placer.room(slot_bytes * shards, near, self.asked.owner, most)
         if found is None:
             return None
         segment, most = found
@@ -186,7 +210,7 @@ class _Writer:
         while count < most and chain[start + count] not in self.index:
             count += 1
         rows = state.chains.insert_run(self.entry.number, chain[start : start + count], above, shards, self.now_us)
-        state.blocks.set_use(rows, self.use or 0)
+        state.blocks.set_use(rows, self.asked.use)
         state.reservations.claim_run(self.reservation, rows)
         for shard in range(shards):
             state.placements.add_run(rows, shard, segment, slot_bytes)
@@ -200,11 +224,11 @@ class _Writer:
         """
         state, slot_bytes, shards = self.state, self.entry.slot_bytes, self.entry.namespace.shards
         row = state.chains.insert(self.entry.number, chain[i], above, shards, self.now_us)
-        state.blocks.use[row] = self.use or 0
+        state.blocks.use[row] = self.asked.use
         state.reservations.claim(self.reservation, row)
         segments: list[Segment] = []
         for shard in range(shards):
-            segment = state.placer.choose(slot_bytes, near, self.now_us, state.blocks.use[row])
+            segment = state.placer.choose(self.asked, near)
             if segment is None:
                 state.remove_block(row, MissReason.COLD)
                 return None

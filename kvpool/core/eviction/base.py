@@ -19,7 +19,7 @@ class Candidate(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """Order of eviction among the leaves of each segment.
+    """Order of eviction among the leaves that each tenant has on each segment.
 
     A *leaf* has no child, in flight or not. Only leaves that are committed and not held (leased or pinned) may be
     offered as victims: evicting anything else would leave a prefix with a hole or pull bytes from under a reader.
@@ -45,8 +45,11 @@ class EvictionPolicy(Protocol):
     def lost(self, segment: int) -> None:
         """The segment is gone, and its blocks with it."""
 
-    def first(self, segment: int, now_us: int) -> Candidate | None:
-        """The leaf of ``segment`` to evict first, or None when all are held; the caller may evict it or not."""
+    def first(self, segment: int, owner: int, now_us: int) -> Candidate | None:
+        """The leaf of tenant ``owner`` on ``segment`` to evict first, or None when all are held.
+
+        The caller may evict it or not.
+        """
 
     def admits(self, use: int, victim: Candidate) -> bool:
         """Whether a new block with ``use`` may take the place of ``victim``, a visible one."""

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 
 from kvpool.core.directory.table import NEVER_US, NIL, BlockState, BlockTable
 
+_IN_FLIGHT = int(BlockState.IN_FLIGHT)
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
@@ -77,7 +78,7 @@ class LeafQueues:
         while heap:
             queued_us, row = heap[0] >> _ROW_BITS, heap[0] & _ROW_MASK
             is_current = blocks.queued_at_us[row] == queued_us and blocks.home_segment[row] == segment
-            is_leaf = blocks.first_child[row] == NIL and blocks.state[row] > BlockState.IN_FLIGHT
+            is_leaf = blocks.first_child[row] == NIL and blocks.state[row] > _IN_FLIGHT
             if not is_current or not is_leaf or self._queue_of(row) != queue:
                 heappop(heap)
             elif (hold_us := blocks.hold_us(row)) > now_us:

@@ -24,7 +24,8 @@ STALE_AGE = 32
 PUT_OFF_MAX = 16_384
 """Matches remembered until something is written; what is read only teaches little more."""
 
-_DORMANT_QUEUE = -1
+_KIND_BITS = 8
+"""Queues of visible leaves are numbered by tenant and kind, those of dormant ones by tenant, below 0."""
 
 _Head = tuple[float, int, int, int]
 """(worth, last_use_us, row, queue) of a queue's oldest leaf."""
@@ -38,15 +39,14 @@ class LeafWorth:
         self._leaves = LeafQueues(blocks, self._queue_of)
         self._worth = Worth()
         self._put_off: deque[tuple[int, bytes, int, int]] = deque(maxlen=PUT_OFF_MAX)
-        self._rankings: dict[int, _Ranking] = {}
+        self._rankings: dict[int, dict[int, _Ranking]] = {}
+        """By segment and tenant."""
 
     def changed(self, row: int) -> None:
         """See `EvictionPolicy.changed`."""
         queue = self._leaves.push(row)
-        if queue is not None:
-            ranking = self._rankings.get(self._blocks.home_segment[row])
-            if ranking is not None:
-                ranking.dirty.add(queue)
+        if queue is not None and queue >= 0:
+            self._look_again(self._blocks.home_segment[row], queue)
 
     def matched(self, row: int, now_us: int) -> None:
         """See `EvictionPolicy.matched`."""
@@ -80,18 +80,20 @@ class LeafWorth:
         self._leaves.drop(segment)
         self._rankings.pop(segment, None)
 
-    def first(self, segment: int, now_us: int) -> Candidate | None:
+    def first(self, segment: int, owner: int, now_us: int) -> Candidate | None:
         """See `EvictionPolicy.first`."""
         leaves = self._leaves.of(segment, now_us)
-        row = self._leaves.oldest(leaves, _DORMANT_QUEUE, now_us)
+        for queue in leaves.woken:
+            self._look_again(segment, queue)
+        leaves.woken.clear()
+        row = self._leaves.oldest(leaves, _dormant_queue(owner), now_us)
         if row != NIL:
             return Candidate(DORMANT, 0.0, self._blocks.last_use_us[row], row)
         self._worth.refit(now_us)
-        ranking = self._rankings.get(segment)
+        rankings = self._rankings.setdefault(segment, {})
+        ranking = rankings.get(owner)
         if ranking is None:
-            ranking = self._rankings[segment] = _Ranking(self._blocks, self._leaves, self._worth, leaves)
-        ranking.dirty.update(leaves.woken)
-        leaves.woken.clear()
+            ranking = rankings[owner] = _Ranking(self._blocks, self._leaves, self._worth, leaves, owner)
         return ranking.first(now_us)
 
     def admits(self, use: int, victim: Candidate) -> bool:
@@ -99,7 +101,18 @@ class LeafWorth:
         return victim.worth <= MARGIN * self._worth.of(kind_of(use), 0)
 
     def _queue_of(self, row: int) -> int:
-        return kind_of(self._blocks.use[row]) if self._blocks.state[row] == BlockState.VISIBLE else _DORMANT_QUEUE
+        blocks = self._blocks
+        owner = blocks.owners[blocks.namespace[row]]
+        if blocks.state[row] != BlockState.VISIBLE:
+            return _dormant_queue(owner)
+        return owner << _KIND_BITS | kind_of(blocks.use[row])
+
+    def _look_again(self, segment: int, queue: int) -> None:
+        """The queue's oldest leaf may be another one than its ranking knows."""
+        rankings = self._rankings.get(segment)
+        ranking = rankings.get(queue >> _KIND_BITS) if rankings is not None else None
+        if ranking is not None:
+            ranking.dirty.add(queue)
 
     def _work_off(self) -> None:
         """Take in the matches since the last write."""
@@ -116,18 +129,23 @@ class LeafWorth:
             self.changed(row)
 
 
+def _dormant_queue(owner: int) -> int:
+    return -1 - owner
+
+
 class _Ranking:
-    """The oldest leaf of each queue of a segment, by worth and by last use.
+    """The oldest leaf of each queue of a tenant on a segment, by worth and by last use.
 
     Attributes:
         dirty: Queues whose oldest leaf may be another one than was known.
     """
 
-    def __init__(self, blocks: BlockTable, queues: LeafQueues, worth: Worth, leaves: Leaves) -> None:
+    def __init__(self, blocks: BlockTable, queues: LeafQueues, worth: Worth, leaves: Leaves, owner: int) -> None:
         self._blocks = blocks
         self._queues = queues
         self._worth = worth
         self._leaves = leaves
+        self._owner = owner
         self._heads: dict[int, _Head] = {}
         self._by_worth: list[_Head] = []
         self._by_age: list[tuple[int, int, _Head]] = []
@@ -172,7 +190,7 @@ class _Ranking:
         self._by_age.clear()
         self.dirty.clear()
         for queue in self._leaves.by_use:
-            if queue != _DORMANT_QUEUE:
+            if queue >> _KIND_BITS == self._owner:
                 self._look(queue, now_us)
         heapify(self._by_worth)
         self._fits = self._worth.fits
@@ -180,12 +198,12 @@ class _Ranking:
         self._stale_us = now_us + age_us // STALE_AGE + 1
 
     def _look(self, queue: int, now_us: int) -> None:
-        row = self._queues.oldest(self._leaves, queue, now_us) if queue != _DORMANT_QUEUE else NIL
+        row = self._queues.oldest(self._leaves, queue, now_us)
         if row == NIL:
             self._heads.pop(queue, None)
             return
         last_use_us = self._blocks.last_use_us[row]
-        head = (self._worth.of(queue, now_us - last_use_us), last_use_us, row, queue)
+        head = (self._worth.of(kind_of(queue), now_us - last_use_us), last_use_us, row, queue)
         self._heads[queue] = head
         heappush(self._by_worth, head)
         heappush(self._by_age, (last_use_us, row, head))

@@ -78,6 +78,16 @@ ALERTS = (
         "Memory serves. See to the disk, and restart the node.",
     ),
     Alert(
+        "KvpoolEventsDropped", "sum by (instance) (increase(kvpool_events_dropped_total[10m])) > 0", "30m", "ticket",
+        "A subscriber of {{ $labels.instance }} does not keep up with its events.",
+        "It catches up by replays and snapshots (`kvpool_events_replays_total`), and is behind meanwhile: look at it.",
+    ),
+    Alert(
+        "KvpoolEventsLost", "increase(kvpool_events_lost_total[1h]) > 0", "0m", "ticket",
+        "{{ $labels.instance }} could not publish all its events.",
+        "Its processor is too busy. Followers that know of snapshots take one; others miss blocks until they restart.",
+    ),
+    Alert(
         "KvpoolOverloaded", "sum by (what, instance) (rate(kvpool_refused_total[5m])) > 1", "5m", "ticket",
         "{{ $labels.instance }} refuses {{ $labels.what }}.",
         "docs/design/overload.md lists the limits. Look for one caller among many before raising them.",

@@ -1,7 +1,8 @@
 """Every metric: its name, kind, labels, who exposes it, and which question of an operator it answers.
 
 The reference page, the dashboards and the alert rules are generated from here. Names end in their unit; there are no
-rates: PromQL makes those. Labels take values of small closed sets, or name nodes, of which a pool has a limit.
+rates: PromQL makes those. Labels take values of small closed sets, or name nodes or tenants, of which a pool
+has limits.
 """
 
 from dataclasses import dataclass
@@ -123,6 +124,19 @@ _FULL = (
         Question.FULL, META, "kvpool_moved_blocks_total",
         "Blocks copied between nodes and tiers: all copied, of them demoted to and promoted from disks.", "way",
     ),
+    _gauge(
+        Question.FULL, META, "kvpool_tenant_used_bytes", "Memory and disk that a tenant's blocks take.",
+        "tenant", "tier",
+    ),
+    _gauge(Question.FULL, META, "kvpool_tenant_fair_bytes", "Memory that a tenant's share comes to.", "tenant"),
+    _gauge(
+        Question.FULL, META, "kvpool_tenant_quota_bytes", "Memory that a tenant may take; +Inf: no limit.", "tenant",
+    ),
+    _gauge(Question.FULL, META, "kvpool_tenant_pins", "Blocks of a tenant that are pinned.", "tenant"),
+    _counter(
+        Question.FULL, META, "kvpool_tenant_refused_total",
+        "Refused over a tenant's limits: blocks over its bytes and its writes, pins, lookups.", "tenant", "what",
+    ),
     _gauge(Question.FULL, META, "kvpool_leases", "Leases that readers hold."),
     _gauge(Question.FULL, META, "kvpool_leased_bytes", "Bytes that leases keep from eviction."),
     _gauge(Question.FULL, META, "kvpool_reservations", "Writes begun and not ended."),
@@ -159,6 +173,22 @@ _SLOW = (
         "direction", "transport",
     ),
     _histogram(Question.SLOW, CLIENT, "kvpool_client_seconds", "Time of each step of the client's calls."),
+    _counter(Question.SLOW, META, "kvpool_events_blocks_total", "Blocks that events said to have come or gone."),
+    _counter(Question.SLOW, META, "kvpool_events_messages_total", "Messages of events published."),
+    _counter(
+        Question.SLOW, META, "kvpool_events_dropped_total",
+        "Times that a subscriber, or who asked for a replay, had no room for a message and began to miss some.",
+    ),
+    _counter(
+        Question.SLOW, META, "kvpool_events_lost_total",
+        "Changes never published: they came faster than they could be; followers take a snapshot.",
+    ),
+    _counter(Question.SLOW, META, "kvpool_events_replays_total", "Replays asked for."),
+    _counter(Question.SLOW, META, "kvpool_events_snapshot_parts_total", "Parts of snapshots asked for."),
+    _gauge(Question.SLOW, META, "kvpool_events_subscribers", "Connections to the event stream."),
+    _gauge(
+        Question.SLOW, META, "kvpool_events_lag_seconds", "How long the oldest change of the last message had waited."
+    ),
     _counter(Question.SLOW, CLIENT, "kvpool_client_retries_total", "Calls made once more."),
     _counter(Question.SLOW, CLIENT, "kvpool_client_retries_denied_total", "Not made again: the budget was spent."),
     _counter(Question.SLOW, CLIENT, "kvpool_client_overloaded_total", "Calls that the metadata service refused."),

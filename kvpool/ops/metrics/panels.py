@@ -93,6 +93,14 @@ _FULL = (
         ("sum(kvpool_leased_bytes)", "leased"), ("sum(kvpool_surplus_bytes)", "further copies"),
     ),
     _panel(
+        Question.FULL, "Used by tenant, of what its share comes to", "percentunit",
+        ('kvpool_tenant_used_bytes{tier="memory"} / ignoring (tier) kvpool_tenant_fair_bytes', "{{tenant}}"),
+    ),
+    _panel(
+        Question.FULL, "Refused over a tenant's limits", "ops",
+        (_rate("kvpool_tenant_refused_total", "tenant", "what"), "{{tenant}} {{what}}"),
+    ),
+    _panel(
         Question.FULL, "Fragmentation: free memory that is not in the longest piece", "percentunit",
         (
             '1 - kvpool_store_largest_free_bytes / ignoring (state) kvpool_store_bytes{state="free"}',
@@ -132,6 +140,12 @@ _SLOW = (
     _panel(
         Question.SLOW, "Refused, retried", "ops",
         (_rate("kvpool_refused_total", "what"), "refused {{what}}"), (_rate("kvpool_client_retries_total"), "retries"),
+    ),
+    _panel(
+        Question.SLOW, "Events", "ops",
+        (_rate("kvpool_events_messages_total"), "messages"), (_rate("kvpool_events_dropped_total"), "drops"),
+        (_rate("kvpool_events_replays_total"), "replays"),
+        (_rate("kvpool_events_snapshot_parts_total"), "parts of snapshots"),
     ),
 )  # fmt: skip
 

@@ -31,7 +31,8 @@ from kvpool.transport.ucx.messages import (
 from kvpool.transport.ucx.nixl import Agent, Memory
 from kvpool.transport.ucx.said import UcxLog, why_useless
 from kvpool.transport.wire.messages import Done, Message, unpack
-from kvpool.transport.wire.server import FramedServer, Identity, Payload, Reply
+from kvpool.transport.wire.payload import Payload
+from kvpool.transport.wire.server import FramedServer, Identity, Reply
 
 CONNECTIONS_MAX = 256
 

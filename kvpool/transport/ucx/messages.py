@@ -12,10 +12,11 @@ AGENT_BYTES_MAX = 64 << 10
 
 
 class OfferRequest(Message, frozen=True):
-    """Ask a node how its segment can be read."""
+    """Ask a node how its segment can be read, with a read grant."""
 
     kind = 42
     segment_id: bytes
+    grant: bytes = b""
 
 
 class Region(Message, frozen=True):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, UnavailableError
+from kvpool.core.errors import ClosedError, DeadlineError, KvpoolError, StaleGrantError, UnavailableError
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.units import pages_of
 from kvpool.ops.addresses import split_address
@@ -95,7 +95,7 @@ class UcxTransport(Transport):
         """See `Transport.reach`."""
         if not self._is_paused():
             try:
-                self._peer(segment_id, deadline)
+                self._peer(segment_id, b"", deadline)
             except StalledError as error:
                 self._pause(error)
                 raise
@@ -139,7 +139,7 @@ class UcxTransport(Transport):
         statuses = bytearray([ReadStatus.FAILED]) * (end - first)
         step = max(1, LEASE_BYTES_MAX // (pages_of(batch.block_bytes) * PAGE_BYTES))
         try:
-            peer, region = self._peer(batch.segment_id, deadline)
+            peer, region = self._peer(batch.segment_id, batch.grant, deadline)
             with self._connections.connection(deadline.left_s()) as node:
                 for start in range(first, end, step):
                     blocks = range(start, min(start + step, end))
@@ -147,6 +147,8 @@ class UcxTransport(Transport):
                     statuses[start - first : start - first + len(found)] = found
         except ClosedError:
             raise
+        except StaleGrantError:
+            return statuses.replace(bytes([ReadStatus.FAILED]), bytes([ReadStatus.REFUSED]))
         except DeadlineError:
             return statuses.replace(bytes([ReadStatus.FAILED]), bytes([ReadStatus.LATE]))
         except (KvpoolError, OSError) as error:
@@ -236,17 +238,19 @@ class UcxTransport(Transport):
             transfer.when_ended(release)
         return verdicts(found, batch.checksums[some].tolist())
 
-    def _peer(self, segment_id: bytes, deadline: Deadline) -> tuple[Peer, Region]:
+    def _peer(self, segment_id: bytes, grant: bytes, deadline: Deadline) -> tuple[Peer, Region]:
         """The node's UCX process, met; raises StalledError when it is not in half of the time left."""
         part = deadline.part(PATIENCE)
         try:
-            return self._peers.get(segment_id, partial(self._meet, segment_id, part), part)
+            return self._peers.get(segment_id, partial(self._meet, segment_id, grant, part), part)
+        except StaleGrantError:
+            raise
         except UnavailableError as error:
             raise _stalled(error, part) from error
 
-    def _meet(self, segment_id: bytes, deadline: Deadline) -> tuple[Peer, Region]:
+    def _meet(self, segment_id: bytes, grant: bytes, deadline: Deadline) -> tuple[Peer, Region]:
         with self._connections.connection(deadline.left_s()) as connection:
-            region = connection.call(OfferRequest(segment_id), Region, deadline.left_s())
+            region = connection.call(OfferRequest(segment_id, grant), Region, deadline.left_s())
         if region.size_bytes == NOT_MAPPED:
             raise OnDiskError(segment_id.hex())
         peer = self._side.process.meet(region, deadline)

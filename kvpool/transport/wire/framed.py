@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from kvpool.core.errors import CapacityError
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX
+from kvpool.core.principals import Principal
 from kvpool.ops.failpoints import failpoint
 from kvpool.ops.tracing import carried
 from kvpool.transport.blocks import rest_of
@@ -39,7 +40,7 @@ class FramedSocket:
     Attributes:
         sock: The socket.
         identities: Whom the peer has proven to be: none, without TLS.
-        greeted: Whether the peer, being a caller, has said Hello.
+        caller: Who the peer, being a caller, is; None before it has said Hello.
         trace: The trace context of the message that was received last; empty without one.
     """
 
@@ -50,7 +51,7 @@ class FramedSocket:
         self.until_s = math.inf
         """When the exchange at hand must be over; looked at when a system call did less than it was asked for."""
         self._armed_s = -1.0
-        self.greeted = False
+        self.caller: Principal | None = None
         self.trace = ""
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

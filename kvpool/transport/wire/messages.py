@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvpool.core.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NONE_INDEX = -2
 """`missing_from` when nothing is missing."""
 ALL_SHARDS = -1
@@ -134,6 +134,20 @@ class Topology(Message, frozen=True):
     nodes: list[NodeInfo]
 
 
+class NodeGrant(Message, frozen=True):
+    """The read grant for the node process ``incarnation``."""
+
+    incarnation: int
+    grant: bytes
+
+
+class ReadGrants(Message, frozen=True):
+    """A namespace's grants, of all nodes. Sent along when the caller's ``grants`` version is not the current one."""
+
+    version: int
+    nodes: list[NodeGrant]
+
+
 class LocateRequest(Message, frozen=True):
     """`Directory.locate`; ``shard`` or ALL_SHARDS."""
 
@@ -143,6 +157,7 @@ class LocateRequest(Message, frozen=True):
     first: int
     shard: int
     topology: int
+    grants: int = 0
 
 
 class LocateReply(Message, frozen=True):
@@ -158,6 +173,7 @@ class LocateReply(Message, frozen=True):
     generations: bytes
     checksums: bytes
     topology: Topology | None
+    grants: ReadGrants | None = None
 
 
 class ReserveRequest(Message, frozen=True):
@@ -296,13 +312,14 @@ class DiscardRequest(Message, frozen=True):
 
 
 class ReadRequest(Message, frozen=True):
-    """Send the bytes of committed slots, ``block_bytes`` each."""
+    """Send the bytes of committed slots, ``block_bytes`` each, of the namespace that the read grant is for."""
 
     kind = 38
     segment_id: bytes
     slots: bytes
     generations: bytes
     block_bytes: int
+    grant: bytes = b""
 
 
 class ReadReply(Message, frozen=True):
@@ -313,14 +330,18 @@ class ReadReply(Message, frozen=True):
 
 
 class AttachRequest(Message, frozen=True):
-    """Ask for the segment's file descriptors (Unix sockets only)."""
+    """Ask for the segment's file descriptors (Unix sockets only), with a read or a write grant."""
 
     kind = 40
     segment_id: bytes
+    grant: bytes = b""
 
 
 NOT_MAPPED = 0
 """Stands for the size of a segment that nobody maps, since it is on disk: no descriptors follow."""
+
+NOT_ALLOWED = -1
+"""Stands for the size of a segment that this caller may not map: no descriptors follow."""
 
 
 class AttachReply(Message, frozen=True):

@@ -13,10 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvpool.core.errors import AuthenticationError, CapacityError, KvpoolError, OverloadedError, ProtocolError
+from kvpool.core.access import require_request
+from kvpool.core.errors import (
+    AuthenticationError,
+    CapacityError,
+    ForbiddenError,
+    KvpoolError,
+    OverloadedError,
+    ProtocolError,
+)
 from kvpool.core.limits import DEADLINE_S_MAX
 from kvpool.core.principals import Principal, anyone
 from kvpool.ops.addresses import shown_host
+from kvpool.ops.audit import Audit
 from kvpool.ops.authentication import Authenticator
 from kvpool.ops.logging import get_logger
 from kvpool.ops.tracing import Tracer
@@ -25,6 +34,7 @@ from kvpool.transport.wire.frame import Header
 from kvpool.transport.wire.framed import Buffers, FramedSocket
 from kvpool.transport.wire.listening import open_tcp, open_unix
 from kvpool.transport.wire.messages import PROTOCOL_VERSION, ErrorReply, Hello, Message, Welcome
+from kvpool.transport.wire.payload import Payload
 
 STALL_S = 30.0
 """How long a peer may stop in the middle of a frame, or leave a reply unread, before its connection is closed."""
@@ -72,46 +82,11 @@ class Session(Protocol):
     def greet(self, principal: Principal) -> None:
         """The peer says who it is."""
 
-    def handle(self, request: Message, payload: "Payload") -> Reply:
+    def handle(self, request: Message, payload: Payload) -> Reply:
         """Answer a request; a KvpoolError becomes an ErrorReply and the connection goes on."""
 
     def closed(self) -> None:
         """The connection is gone; release what it owned."""
-
-
-class Payload:
-    """The payload of the request at hand, to be received at most once, and dropped if the session does not.
-
-    Attributes:
-        size_bytes: Its length.
-        timeout_s: Time that the peer gives the request; `STALL_S` when it does not say.
-    """
-
-    def __init__(self, framed: FramedSocket, size_bytes: int, deadline_ms: int = 0) -> None:
-        self.size_bytes = size_bytes
-        self.timeout_s = min(deadline_ms / 1000, DEADLINE_S_MAX) or STALL_S
-        self._framed = framed
-        self._left = size_bytes
-
-    def receive_into(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes of the payload."""
-        if len(view) > self._left:
-            raise ProtocolError(f"payload has {self._left} bytes left, not {len(view)}")
-        self._left -= len(view)
-        self._framed.receive_into(view)
-
-    def skip(self, size_bytes: int) -> None:
-        """Read and drop the next ``size_bytes``."""
-        self._left -= size_bytes
-        self._framed.drain(size_bytes)
-
-    def is_wanted(self) -> bool:
-        """Whether the peer is still there to be answered."""
-        return not self._framed.hung_up()
-
-    def drop(self) -> None:
-        """Read what the session left over, so that the next frame can be read."""
-        self.skip(self._left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +106,7 @@ class FramedServer:
             whether it came over a Unix socket.
         connections_max: Further connections are refused and counted.
         authenticator: Who may come over TCP, with TLS; None: anybody, in plaintext.
+        audit: Where refusals are told.
         tracer: Records what is served for callers who record their requests.
     """
 
@@ -140,8 +116,10 @@ class FramedServer:
         open_session: Callable[[int, bool], Session],
         connections_max: int,
         authenticator: Authenticator | None = None,
+        audit: Audit | None = None,
         tracer: Tracer | None = None,
     ) -> None:
+        self._audit = audit or Audit()
         self._tracer = tracer or Tracer()
         self._identity = identity
         self._open_session = open_session
@@ -274,7 +252,16 @@ class FramedServer:
         with self._lock:
             self.refused_callers += 1
         log.warning("caller_refused", server=self._identity.name, peer=shown_peer(framed), reason=str(error))
+        self._audit.refused(shown_peer(framed), "connection", error)
         turn_away(framed)
+
+    def _forbid(self, principal: Principal, request: Message, error: ForbiddenError) -> None:
+        """Count and tell that a caller asked for what it may not have; its connection goes on."""
+        with self._lock:
+            self.refused_callers += 1
+        what = type(request).__name__
+        log.warning("request_refused", server=self._identity.name, by=principal.name, what=what, reason=str(error))
+        self._audit.refused(principal, what, error)
 
     def _refuse(self, number: int, framed: FramedSocket) -> None:
         """Answer the greeting with why there is no more: a peer can tell a full server from a dead one."""
@@ -316,7 +303,7 @@ class FramedServer:
     def _serve_one(self, framed: FramedSocket, session: Session) -> None:
         header = framed.poll_header()
         if header is None:
-            if self._authenticator is not None and not framed.greeted:
+            if self._authenticator is not None and framed.caller is None:
                 raise AuthenticationError(f"it did not say who it is in {STALL_S:g} s")
             return  # idle: a peer may take as long as it likes to begin a frame
         self._count_busy(1)
@@ -336,7 +323,7 @@ class FramedServer:
     def _exchange(self, framed: FramedSocket, header: Header, session: Session) -> None:
         payload = Payload(framed, header.payload_bytes, header.deadline_ms)
         try:
-            if not framed.greeted and header.body_bytes > HELLO_BYTES_MAX:
+            if framed.caller is None and header.body_bytes > HELLO_BYTES_MAX:
                 raise ProtocolError(f"a first frame of {header.body_bytes} bytes; a connection begins with Hello")
             reply = self._answer(framed.receive_body(header), payload, framed, session)
         except (ProtocolError, AuthenticationError) as error:
@@ -363,16 +350,22 @@ class FramedServer:
     def _answer(self, request: Message, payload: Payload, framed: FramedSocket, session: Session) -> Reply:
         if isinstance(request, Hello):
             self._check_version(request)
-            session.greet(self._caller(request, framed))
-            framed.greeted = True
+            caller = self._caller(request, framed)
+            session.greet(caller)
+            framed.caller = caller
             return Reply(Welcome(PROTOCOL_VERSION, self._identity.name, self._identity.incarnation))
-        if not framed.greeted:
+        if framed.caller is None:
             raise ProtocolError(f"{type(request).__name__} before Hello: a connection begins with that")
         try:
+            if request.kind % 2 == 0:  # what answers is no request: the session says so and closes
+                require_request(framed.caller, type(request).__name__)
             with self._tracer.serve(f"kvpool.serve.{request.step}", framed.trace):
                 return session.handle(request, payload)
         except ProtocolError:
             raise
+        except ForbiddenError as error:
+            self._forbid(framed.caller, request, error)
+            return Reply(_error_reply(error))
         except KvpoolError as error:
             return Reply(_error_reply(error))
 

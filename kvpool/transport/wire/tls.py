@@ -6,11 +6,10 @@ time limit is Python's. What comes beyond that is the price of AES-GCM (`kvpool 
 
 import socket
 import ssl
-from collections.abc import Sequence
 
 from kvpool.core.errors import AuthenticationError
 from kvpool.ops.credentials import TlsPeer
-from kvpool.ops.handshakes import handshake_problem
+from kvpool.ops.handshakes import handshake_problem, peer_identities
 from kvpool.transport.wire.framed import FramedSocket
 
 RECORD_BYTES_MAX = 1 << 14
@@ -29,9 +28,7 @@ class TlsSocket(FramedSocket):
         """Learn who the peer is: `identities`; raises OSError, of which `ssl.SSLError` is one, when that fails."""
         self.arm(timeout_s)
         self.sock.do_handshake()
-        certificate = self.sock.getpeercert() or {}
-        names: Sequence[tuple[str, str]] = certificate.get("subjectAltName", ())  # type: ignore[assignment]
-        self.identities = tuple(value for kind, value in names if kind == "URI")
+        self.identities = peer_identities(self.sock)
 
     def arm(self, timeout_s: float) -> None:
         """See `FramedSocket.arm`; bounds each read and write, not each system call."""

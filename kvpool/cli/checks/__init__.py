@@ -1,0 +1,1 @@
+"""What `kvpool doctor` checks: facts are gathered in one place, and judged by functions that know nothing else."""
