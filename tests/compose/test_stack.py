@@ -69,12 +69,12 @@ def test_everybody_proves_who_he_is(stack):
         assert "ca-key.pem" not in listed
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_block_goes_to_any_client_by_any_way(stack, stored, transport):
+@pytest.mark.parametrize(("transport", "used"), [("shm", "shm"), ("tcp", "tls")])
+def test_a_block_goes_to_any_client_by_any_way(stack, stored, transport, used):
     answers = loads(stack, stored, transports=transport)
 
     assert all_came(answers)
-    assert {way for answer in answers for way in answer["transports"]} == {transport}
+    assert {way for answer in answers for way in answer["transports"]} == {used}
 
 
 def test_a_killed_node_costs_misses_and_comes_back_with_its_blocks(stack, stored):

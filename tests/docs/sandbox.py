@@ -22,7 +22,7 @@ _SETUP = " && ".join([
     *(f"ip address add {address} dev lo" for address in ADDRESSES),
     "mount -t tmpfs tmpfs /dev/shm",
     "echo up",
-    "exec sleep infinity",
+    "exec cat",
 ])  # fmt: skip
 
 
@@ -50,8 +50,9 @@ class Sandbox:
     def __enter__(self) -> Self:
         self._machine = subprocess.Popen(
             ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", _SETUP],
-            stdout=subprocess.PIPE,
-        )
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        # Its first process ends with this one, however that ends: nobody holds its input open then.
         assert self._machine.stdout.readline() == b"up\n"
         self._first = _child_of(self._machine)
         return self

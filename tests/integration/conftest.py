@@ -133,7 +133,7 @@ def fault_pool(fault_pools: "FaultPools") -> "FaultPool":
     return fault_pools.take()
 
 
-def embedded_in(folder: Path, node_id: str, size: str, *, reflection: bool = False, **node: object) -> EmbeddedPool:
+def embedded_in(folder: Path, node_id: str, size: str, *, meta: dict | None = None, **node: object) -> EmbeddedPool:
     """A pool of one node in this process, not yet started, with its files in ``folder``."""
     settings = NodeSettings(
         node_id=node_id,
@@ -145,13 +145,13 @@ def embedded_in(folder: Path, node_id: str, size: str, *, reflection: bool = Fal
         keep_segment=False,
         **node,
     )
-    return EmbeddedPool(MetaSettings(grpc_port=0, framed_port=0, reflection=reflection), settings)
+    return EmbeddedPool(MetaSettings(grpc_port=0, framed_port=0, **(meta or {})), settings)
 
 
 @pytest.fixture
 def embedded(tmp_path: Path) -> Iterator[EmbeddedPool]:
     """A pool of one node in this process; without a scrub, since tests commit made-up checksums."""
-    with embedded_in(tmp_path, "e0", "4MiB", reflection=True, scrub_bytes_per_s=0) as pool:
+    with embedded_in(tmp_path, "e0", "4MiB", meta={"reflection": True}, scrub_bytes_per_s=0) as pool:
         yield pool
 
 

@@ -45,7 +45,7 @@ class Prometheus:
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pool")
-    with embedded_in(folder, "n0", "4MiB", disk=folder, disk_size="4MiB") as pool:
+    with embedded_in(folder, "n0", "4MiB", meta={"events_port": 0}, disk=folder, disk_size="4MiB") as pool:
         yield pool
 
 
