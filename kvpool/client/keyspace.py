@@ -1,6 +1,6 @@
 """One namespace of a pool: match, load, store."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
@@ -228,6 +228,14 @@ class Keyspace:
             return self._client._meta.call(request, reply_type, deadline, again=again)
         finally:
             self._took[type(request)](perf_counter() - began_s)
+
+    def _calls(self, requests: Sequence[Message], reply_type: type[Reply], deadline: Deadline) -> Iterator[Reply]:
+        """See `MetaClient.calls`; the time that is counted is the time waited for each."""
+        answers, began_s = self._client._meta.calls(requests, reply_type, deadline), perf_counter()
+        for answer in answers:
+            self._took[type(requests[0])](perf_counter() - began_s)
+            yield answer
+            began_s = perf_counter()
 
     def _slice(self, hashes: HashesLike, first: int, buffers: int) -> bytes:
         packed = pack_hashes(hashes, MATCH_BLOCKS_MAX)

@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import grpc
@@ -127,6 +128,29 @@ class MetaClient:
                 raise
         time.sleep(min(full_jitter(RETRY_PAUSE_S), deadline.left_s()))
         return self._call_once(request, reply_type, deadline)
+
+    def calls(self, requests: Sequence[Message], reply_type: type[Reply], deadline: Deadline) -> Iterator[Reply]:
+        """Hot calls over one connection: the service works on the next while the caller uses an answer.
+
+        Raises as `call`, at the first call that fails; nothing is tried again.
+        """
+        if not self._breaker.allows():
+            raise UnavailableError(f"{self.uri} did not answer lately; it is tried again within a second")
+        pool: ConnectionPool | None = None
+        unposted = iter(requests)
+        try:
+            pool = self.find(deadline)
+            with pool.connection(deadline.left_s()) as connection:
+                connection.post(next(unposted), deadline.left_s())
+                for _ in requests:
+                    self.budget.called()
+                    for request in islice(unposted, 1):
+                        connection.post(request, deadline.left_s())
+                    yield connection.collect(reply_type, deadline.left_s())
+        except KvpoolError as error:
+            self._judge(error, pool, deadline)
+            raise
+        self._breaker.succeeded()
 
     def find(self, deadline: Deadline) -> ConnectionPool:
         """Connections to the framed protocol; asks gRPC where it is when there are none."""

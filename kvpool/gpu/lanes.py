@@ -25,7 +25,7 @@ from kvpool.gpu.copies import Addresses, Copies, CopyEngine, packed_copies, page
 from kvpool.gpu.kernels import Kernels, sums_bytes
 from kvpool.gpu.layout import PageRuns
 from kvpool.gpu.pinning import PIECE_BYTES, pinned
-from kvpool.transport.blocks import Bytes, DeviceMemory, Seeds, Stored
+from kvpool.transport.blocks import Bytes, DeviceMemory, Moved, Seeds
 
 log = logging.getLogger("kvpool.gpu")
 
@@ -87,12 +87,11 @@ class _Call:
             cupy.cuda.runtime.memcpyAsync(self.ids, self._host.ctypes.data, self._table.nbytes, TO_GPU, stream)
             self._unsent = None
 
-    def checksums(self) -> list[int]:
+    def checksums(self) -> Addresses:
         """The checksums, once all has been moved and checked: sleeps while it is moved, then looks for the end."""
         self.copied.synchronize()
         self.ended.synchronize()
-        found: list[int] = self._host[3, : self.count].tolist()
-        return found
+        return self._host[3, : self.count].copy()
 
 
 class Lane:
@@ -133,7 +132,7 @@ class Lane:
 
     def begin(
         self, memory: Bytes | DeviceMemory, starts: Addresses, ids: Addresses, seeds: Seeds, *, lasting: bool
-    ) -> Stored:
+    ) -> Moved:
         """Begin to move blocks ``ids`` from or to ``starts`` in the pool's memory.
 
         Args:
@@ -174,9 +173,9 @@ class Lane:
         where = memory.ctypes.data, mapping.origin if mapping is not None else 0
         return partial(self._by_engine if direct else self._by_kernel, *where)
 
-    def _end(self, begun: list[_Call], memory: Bytes | DeviceMemory) -> list[int]:
+    def _end(self, begun: list[_Call], memory: Bytes | DeviceMemory) -> Addresses:
         with self._errors():
-            checksums = [checksum for call in begun for checksum in call.checksums()]
+            checksums = np.concatenate([call.checksums() for call in begun])
         self._calls += begun
         del memory  # kept until now: a mapping that is dropped while it is copied from or to would go at once
         return checksums
@@ -215,7 +214,7 @@ class Lane:
         for checked in _spans(len(ids), self._check_blocks):
             some = slice(checked.start, checked.stop)
             copies = page_copies(self._runs, self._address, ids[some], host[some])
-            for part in _spans(len(checked), self._part_blocks):
+            for part in _spans(len(checked), self._part_blocks, 1 if self._copying.done else self._part_blocks):
                 now = copies.part(part.start * pages, part.stop * pages).within(origin, PIECE_BYTES)
                 self._engine.copy(now.device, now.host, now.size_bytes, self._copying.ptr)
             self._working.wait_event(_mark(self._copying))
@@ -256,10 +255,12 @@ class Lane:
             cupy.cuda.runtime.memcpyAsync(to, source, size_bytes, self._way, self._copying.ptr)
 
 
-def _spans(count: int, step: int) -> Iterator[range]:
-    """``range(count)`` in ranges of up to ``step``."""
-    for first in range(0, count, step):
-        yield range(first, min(first + step, count))
+def _spans(count: int, step: int, begin: int = 0) -> Iterator[range]:
+    """``range(count)`` in ranges of up to ``step``; with ``begin`` the first has so many, each further one more."""
+    first, now = 0, min(begin or step, step)
+    while first < count:
+        yield range(first, min(first + now, count))
+        first, now = first + now, min(now * 2, step)
 
 
 def _some_of(seeds: Seeds, some: slice) -> list[int]:

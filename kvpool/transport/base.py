@@ -41,6 +41,10 @@ def verdicts(found: Sequence[int], expected: Sequence[int]) -> bytearray:
     return bytearray(ReadStatus.OK if f == e else ReadStatus.BAD for f, e in zip(found, expected, strict=True))
 
 
+Reading = Callable[[], bytearray]
+"""Waits for a read that was begun; a `ReadStatus` for each block. It may raise UnavailableError."""
+
+
 class WriteStatus(IntEnum):
     """What became of one block of a write."""
 
@@ -188,6 +192,11 @@ class Transport(ABC):
     @abstractmethod
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """Read the batch's blocks; one `ReadStatus` each, by ``deadline``."""
+
+    def begin_read(self, batch: ReadBatch, deadline: Deadline) -> Reading:
+        """`read`, but copies that a device makes by itself are only begun. What is returned must be called."""
+        statuses = self.read(batch, deadline)
+        return lambda: statuses
 
     @abstractmethod
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:

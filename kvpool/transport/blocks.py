@@ -16,7 +16,7 @@ Bytes = NDArray[np.uint8]
 
 Seeds = Callable[[], list[int]]
 
-Stored = Callable[[], list[int]]
+Moved = Callable[[], NDArray[np.uint64]]
 """Waits for copies that were begun; the checksums of their blocks."""
 
 
@@ -98,10 +98,13 @@ class FarBlocks(Blocks, ABC):
         raise TypeError(f"block {block} is not in host memory")
 
     @abstractmethod
-    def load(
+    def begin_load(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
-    ) -> list[int]:
-        """Copy the blocks that begin at ``starts`` in ``memory`` here; the checksum of each over what arrived.
+    ) -> Moved:
+        """Begin to copy the blocks that begin at ``starts`` in ``memory`` here.
+
+        What is returned must be called: it waits for the copies, and answers the checksum of each block over what
+        arrived.
 
         Args:
             memory: Host memory, or a device's, in which the blocks lie.
@@ -110,14 +113,14 @@ class FarBlocks(Blocks, ABC):
             lasting: Whether ``memory`` is a mapping that will be used again, and so worth preparing.
 
         Raises:
-            UnavailableError: The device refuses; nothing more is written then.
+            UnavailableError: The device refuses; nothing more is written then. The call that waits may raise it too.
         """
 
     @abstractmethod
     def begin_store(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
-    ) -> Stored:
-        """Begin to copy these blocks to ``starts`` in ``memory``; as `load` else.
+    ) -> Moved:
+        """Begin to copy these blocks to ``starts`` in ``memory``; as `begin_load` else.
 
         What is returned must be called before ``memory`` is used or given back: it waits for the copies, and answers
         the checksum of each block as it was read here.

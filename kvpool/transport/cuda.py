@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from kvpool.core.directory import VRAM
 from kvpool.core.errors import KvpoolError, ProtocolError
-from kvpool.transport.base import ReadBatch, Target, Transport, WriteBatch
+from kvpool.transport.base import ReadBatch, Reading, Target, Transport, WriteBatch
 from kvpool.transport.blocks import DeviceMemory, FarBlocks
 from kvpool.transport.copying import begin_store_slots, fits
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.devices import attach
 from kvpool.transport.pool import ConnectionPool
-from kvpool.transport.shm import FETCHED_BYTES_MAX, read_mapped
+from kvpool.transport.shm import FETCHED_BYTES_MAX, begin_mapped
 from kvpool.transport.streams import Streams
 from kvpool.transport.tcp import read_framed, ready_frame
 from kvpool.transport.wire.framed import Buffers
@@ -78,9 +78,14 @@ class CudaTransport(Transport):
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`; what is mapped takes the time of the copies themselves."""
+        return self.begin_read(batch, deadline)()
+
+    def begin_read(self, batch: ReadBatch, deadline: Deadline) -> Reading:
+        """See `Transport.begin_read`."""
         if isinstance(batch.destinations, FarBlocks) and batch.segment_id == self._segment_id:
-            return read_mapped(self._memory, batch, self._streams)
-        return read_framed(self._connections, self._streams, batch, FETCHED_BYTES_MAX, deadline)
+            return begin_mapped(self._memory, batch, self._streams)
+        statuses = read_framed(self._connections, self._streams, batch, FETCHED_BYTES_MAX, deadline)
+        return lambda: statuses
 
     def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""

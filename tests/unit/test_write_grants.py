@@ -54,7 +54,7 @@ class Far(FarBlocks):
     def select(self, blocks):
         return self
 
-    def load(self, memory, starts, seeds, *, lasting):
+    def begin_load(self, memory, starts, seeds, *, lasting):
         raise NotImplementedError
 
     def begin_store(self, memory, starts, seeds, *, lasting):
