@@ -208,7 +208,7 @@ def _write_segment(
     try:
         node, segment = client._nodes.find(number, client._meta.topology)
         transport = client._nodes.transport(node, deadline, Use.WRITE)
-        batches = [
+        batches = (
             WriteBatch(
                 grant=grant.grant,
                 reservation=reservation.number,
@@ -220,10 +220,11 @@ def _write_segment(
                 sources=within_reach(sources.select(some), transport, segment.medium),
             )
             for grant, some in zip(grants, blocks, strict=True)
-        ]
+        )
         began_s = time.perf_counter()
         statuses = transport.write(batches, deadline)
         client._counters.times["write"].observe(time.perf_counter() - began_s)
+        statuses += [bytearray([WriteStatus.FAILED]) * len(some) for some in blocks[len(statuses) :]]
     except KvpoolError:
         return [bytearray([WriteStatus.FAILED]) * len(some) for some in blocks]
     client._nodes.judge(node, Use.WRITE, deadline, failed=any(WriteStatus.FAILED in status for status in statuses))

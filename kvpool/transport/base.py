@@ -1,7 +1,7 @@
 """What a transport promises: moving batches of blocks between the caller's buffers and one node's slots."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -199,8 +199,11 @@ class Transport(ABC):
         return lambda: statuses
 
     @abstractmethod
-    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
-        """Prepare, write and commit the blocks of some grants; one `WriteStatus` each, by ``deadline``."""
+    def write(self, batches: Iterable[WriteBatch], deadline: Deadline) -> list[bytearray]:
+        """Prepare, write and commit the blocks of some grants; one `WriteStatus` each, by ``deadline``.
+
+        Batches are drawn as they are sent; KvpoolError that drawing one raises ends the write with those before.
+        """
 
     def reach(self, segment_id: bytes, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
         """Do what a first read of the segment begins with, so that ``carrier`` is known; raises KvpoolError."""

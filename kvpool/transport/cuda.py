@@ -5,7 +5,7 @@ computed there. Blocks in host memory, and what is on the node's disk, go over t
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +87,7 @@ class CudaTransport(Transport):
         statuses = read_framed(self._connections, self._streams, batch, FETCHED_BYTES_MAX, deadline)
         return lambda: statuses
 
-    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
+    def write(self, batches: Iterable[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
         return write_grants(self._connections, batches, self._move, deadline)
 

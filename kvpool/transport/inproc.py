@@ -3,7 +3,7 @@
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -103,7 +103,7 @@ class InprocTransport(Transport):
             return begin_mapped(payload, batch, self._streams)()
         return _read_disk(store, batch, deadline)
 
-    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
+    def write(self, batches: Iterable[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
         return [self._write_one(batch, deadline) for batch in batches]
 

@@ -8,7 +8,7 @@ over the socket. Prepared slots belong to the connection that prepared them; the
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 
@@ -142,7 +142,7 @@ class ShmTransport(Transport):
             return lambda: statuses
         return begin_mapped(mapping.readable, batch, self._streams)
 
-    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
+    def write(self, batches: Iterable[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
 
         def move(

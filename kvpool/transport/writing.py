@@ -5,7 +5,7 @@ each grant's bytes follow as its slots are known, and the commits are collected 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,11 @@ AHEAD = 4
 """Moves of far memory that are under way while others begin: the check of one is no time lost to the rest."""
 
 TOGETHER = 4
-"""Moves of far memory in one commit: a device moves 16 MiB in less time than a commit's round trips take."""
+"""Moves of far memory in one commit: a device moves 16 MiB in less time than a commit's round trips take. At the end
+each commit has half of the moves that are left, since the last one is waited for."""
+
+_Drawn = Iterator[tuple[WriteBatch, bytearray]]
+"""Batches as they are drawn, each with the statuses that are filled in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,38 +72,45 @@ class _Move:
 
 
 def write_grants(
-    connections: ConnectionPool, batches: Sequence[WriteBatch], move: Move, deadline: Deadline
+    connections: ConnectionPool, batches: Iterable[WriteBatch], move: Move, deadline: Deadline
 ) -> list[bytearray]:
     """Prepare, move and commit the batches; one `WriteStatus` a block. What is not known to be committed is FAILED."""
-    return _write_over(connections, batches, partial(_write_all, batches, move, deadline), deadline)
+    return _write_over(connections, batches, partial(_write_all, move, deadline), deadline)
 
 
 def write_prepared(
     connections: ConnectionPool,
-    batches: Sequence[WriteBatch],
+    batches: Iterable[WriteBatch],
     write: Callable[[Connection, list[Prepared]], None],
     deadline: Deadline,
 ) -> list[bytearray]:
     """Like `write_grants`, for a ``write`` that asks and collects in its own order once all slots are known."""
 
-    def run(connection: Connection, statuses: list[bytearray]) -> None:
-        _post_prepares(connection, batches, deadline)
-        write(connection, [_prepared(connection, *both, deadline) for both in zip(batches, statuses, strict=True)])
+    def run(connection: Connection, drawn: _Drawn) -> None:
+        posted = _post_prepares(connection, drawn, deadline)
+        write(connection, [_prepared(connection, *both, deadline) for both in posted])
 
     return _write_over(connections, batches, run, deadline)
 
 
 def _write_over(
     connections: ConnectionPool,
-    batches: Sequence[WriteBatch],
-    run: Callable[[Connection, list[bytearray]], None],
+    batches: Iterable[WriteBatch],
+    run: Callable[[Connection, _Drawn], None],
     deadline: Deadline,
 ) -> list[bytearray]:
-    statuses = [bytearray([WriteStatus.FAILED]) * len(batch.sources) for batch in batches]
+    statuses: list[bytearray] = []
+
+    def draw() -> _Drawn:
+        for batch in batches:
+            statuses.append(bytearray([WriteStatus.FAILED]) * len(batch.sources))
+            yield batch, statuses[-1]
+
+    drawn = draw()
     try:
         with connections.connection(deadline.left_s()) as connection:
             try:
-                run(connection, statuses)
+                run(connection, drawn)
             except BaseException:
                 # Slots prepared on it and not committed belong to it: kept open, it would keep them from everybody.
                 connection.close()
@@ -107,18 +118,15 @@ def _write_over(
     except ClosedError:
         raise
     except (KvpoolError, OSError):
-        pass  # what was collected stands
+        deque(drawn, 0)  # what was collected stands, and the rest has failed too
     return statuses
 
 
-def _write_all(
-    batches: Sequence[WriteBatch], move: Move, deadline: Deadline, connection: Connection, statuses: list[bytearray]
-) -> None:
-    _post_prepares(connection, batches, deadline)
+def _write_all(move: Move, deadline: Deadline, connection: Connection, drawn: _Drawn) -> None:
     moving: deque[_Move] = deque()
     posted: list[list[_Move]] = []
     try:
-        for batch, status in zip(batches, statuses, strict=True):
+        for batch, status in _post_prepares(connection, drawn, deadline):
             prepared = _prepared(connection, batch, status, deadline)
             if prepared.blocks:
                 commit = move(batch, prepared.blocks, prepared.slots, prepared.generations)
@@ -127,7 +135,7 @@ def _write_all(
             while len(moving) >= ahead + together:
                 posted.append(_commit(connection, moving, together, deadline))
         while moving:
-            posted.append(_commit(connection, moving, TOGETHER, deadline))
+            posted.append(_commit(connection, moving, max(1, len(moving) // 2), deadline))
     finally:
         for left in moving:
             with suppress(KvpoolError):
@@ -137,9 +145,13 @@ def _write_all(
     failpoint("client.put.after_commit")
 
 
-def _post_prepares(connection: Connection, batches: Sequence[WriteBatch], deadline: Deadline) -> None:
-    for batch in batches:
+def _post_prepares(connection: Connection, drawn: _Drawn, deadline: Deadline) -> list[tuple[WriteBatch, bytearray]]:
+    """Each as soon as it is drawn: the node begins while the others are still being made."""
+    posted: list[tuple[WriteBatch, bytearray]] = []
+    for batch, statuses in drawn:
         connection.post(PrepareRequest(batch.grant), deadline.left_s())
+        posted.append((batch, statuses))
+    return posted
 
 
 def _prepared(connection: Connection, batch: WriteBatch, statuses: bytearray, deadline: Deadline) -> Prepared:
