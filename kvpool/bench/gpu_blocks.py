@@ -42,6 +42,14 @@ class Watched(FarBlocks):
         """See `Blocks.select`."""
         return Watched(self._blocks.select(blocks), self._times_s)
 
+    def expect_load(self) -> None:
+        """See `FarBlocks.expect_load`."""
+        self._blocks.expect_load()
+
+    def expect_store(self) -> None:
+        """See `FarBlocks.expect_store`."""
+        self._blocks.expect_store()
+
     def begin_load(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
     ) -> Moved:

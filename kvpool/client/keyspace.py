@@ -1,6 +1,6 @@
 """One namespace of a pool: match, load, store."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
@@ -229,9 +229,15 @@ class Keyspace:
         finally:
             self._took[type(request)](perf_counter() - began_s)
 
-    def _calls(self, requests: Sequence[Message], reply_type: type[Reply], deadline: Deadline) -> Iterator[Reply]:
+    def _calls(
+        self,
+        requests: Sequence[Message],
+        reply_type: type[Reply],
+        deadline: Deadline,
+        meanwhile: Callable[[], None],
+    ) -> Iterator[Reply]:
         """See `MetaClient.calls`; the time that is counted is the time waited for each."""
-        answers, began_s = self._client._meta.calls(requests, reply_type, deadline), perf_counter()
+        answers, began_s = self._client._meta.calls(requests, reply_type, deadline, meanwhile), perf_counter()
         for answer in answers:
             self._took[type(requests[0])](perf_counter() - began_s)
             yield answer

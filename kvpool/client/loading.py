@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 STEP_BLOCKS = 512
 """Blocks located at a time."""
 
-FAR_STEP_BLOCKS = 32
-"""Blocks located first for far memory, whose link should not wait for longer; each further step has `FAR_GROWTH` times
-as many, up to `STEP_BLOCKS`."""
-
-FAR_GROWTH = 4
+FAR_STEP_BLOCKS, FAR_GROWTH, FAR_STEP_BLOCKS_MAX = 32, 4, 2048
+"""For far memory: blocks located first, since its link should not wait for longer; how many times as many each further
+step has; and the most."""
 
 PATIENCE = 0.5
 """Part of the time left that a read gets while there are other copies to turn to."""
@@ -85,7 +83,8 @@ def load_blocks(
     begun: deque[_Ending] = deque()
     reasons: list[MissReason | None] = []
     try:
-        for step, located in zip(steps, _locate_all(keyspace, packed, first, steps, shard, deadline), strict=True):
+        requests = [_request(keyspace, packed, first, step, shard) for step in steps]
+        for step, located in zip(steps, _locate_all(keyspace, requests, destinations, deadline), strict=True):
             if isinstance(located, MissReason):
                 begun.append(partial(_missed, located, len(step)))
                 continue
@@ -114,27 +113,28 @@ def miss_reason(error: KvpoolError) -> MissReason:
 def _steps(blocks: int, *, far: bool) -> list[range]:
     """``range(blocks)`` in steps."""
     steps: list[range] = []
-    start, count = 0, FAR_STEP_BLOCKS if far else STEP_BLOCKS
+    start = 0
+    count, growth, most = (FAR_STEP_BLOCKS, FAR_GROWTH, FAR_STEP_BLOCKS_MAX) if far else (STEP_BLOCKS, 1, STEP_BLOCKS)
     while start < blocks:
         steps.append(range(start, min(start + count, blocks)))
-        start, count = start + count, min(count * FAR_GROWTH, STEP_BLOCKS)
+        start, count = start + count, min(count * growth, most)
     return steps
 
 
 def _locate_all(
-    keyspace: "Keyspace", packed: bytes, first: int, steps: Sequence[range], shard: int, deadline: Deadline
+    keyspace: "Keyspace", requests: Sequence[LocateRequest], destinations: Blocks, deadline: Deadline
 ) -> Iterator[LocateReply | MissReason]:
     """Where the blocks of each step lie, or why nobody can say; raises UsageError.
 
     The service works on one step while the caller uses the answer for the one before. Once that fails, each step is
     asked for by itself.
     """
-    requests = [_request(keyspace, packed, first, step, shard) for step in steps]
+    meanwhile = destinations.expect_load if isinstance(destinations, FarBlocks) else _nothing
     answered = 0
     reason: MissReason | None = None
     if len(requests) > 1:
         try:
-            for reply in keyspace._calls(requests, LocateReply, deadline):
+            for reply in keyspace._calls(requests, LocateReply, deadline, meanwhile):
                 keyspace._client._meta.learn(reply.topology)
                 answered += 1
                 yield reply

@@ -129,10 +129,17 @@ class MetaClient:
         time.sleep(min(full_jitter(RETRY_PAUSE_S), deadline.left_s()))
         return self._call_once(request, reply_type, deadline)
 
-    def calls(self, requests: Sequence[Message], reply_type: type[Reply], deadline: Deadline) -> Iterator[Reply]:
+    def calls(
+        self,
+        requests: Sequence[Message],
+        reply_type: type[Reply],
+        deadline: Deadline,
+        meanwhile: Callable[[], None],
+    ) -> Iterator[Reply]:
         """Hot calls over one connection: the service works on the next while the caller uses an answer.
 
-        Raises as `call`, at the first call that fails; nothing is tried again.
+        While the first is awaited, ``meanwhile`` is called. Raises as `call`, at the first call that fails; nothing is
+        tried again.
         """
         if not self._breaker.allows():
             raise UnavailableError(f"{self.uri} did not answer lately; it is tried again within a second")
@@ -141,10 +148,12 @@ class MetaClient:
         try:
             pool = self.find(deadline)
             with pool.connection(deadline.left_s()) as connection:
-                connection.post(next(unposted), deadline.left_s())
-                for _ in requests:
+                for request in islice(unposted, 2):
+                    connection.post(request, deadline.left_s())
+                meanwhile()
+                for i in range(len(requests)):
                     self.budget.called()
-                    for request in islice(unposted, 1):
+                    for request in islice(unposted, min(i, 1)):
                         connection.post(request, deadline.left_s())
                     yield connection.collect(reply_type, deadline.left_s())
         except KvpoolError as error:

@@ -5,6 +5,7 @@ the GPU over what arrived there.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,16 @@ class GpuBlocks(FarBlocks):
         if isinstance(blocks, range) and blocks.step == 1:
             return GpuBlocks(self._cache, self._ids[blocks.start : blocks.stop])
         return GpuBlocks(self._cache, self._ids[np.asarray(blocks, np.intp)])
+
+    def expect_load(self) -> None:
+        """See `FarBlocks.expect_load`."""
+        with suppress(UnavailableError):  # the load itself will say so
+            self._cache._loads.rehearse(self._ids)
+
+    def expect_store(self) -> None:
+        """See `FarBlocks.expect_store`."""
+        with suppress(UnavailableError):
+            self._cache._stores.rehearse(self._ids)
 
     def begin_load(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool

@@ -11,7 +11,7 @@ Nothing here uses the compute stream or waits on it: callers wait for what compu
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -50,16 +50,18 @@ ENGINE_PAGE_BYTES = 64 << 10
 link needs for them."""
 
 PEER_PAGE_BYTES = 1 << 20
-"""Least page that is loaded by the copy engine from another GPU, whose link is so much faster."""
+"""Least page that is loaded by the copy engine from another GPU, whose link is so much faster. On one GPU kernels are
+faster, whatever the page."""
 
 
 class _Call:
     """What one call needs of its own: ids, seeds, places and checksums; and when it has ended.
 
-    The kernels write the checksums straight into host memory: a copy would queue behind those of the next blocks.
+    Kernels fetch the ones from host memory and write the others there: a copy would wait behind those of the blocks.
     """
 
     def __init__(self, blocks: int) -> None:
+        self._capacity = blocks
         self._table = cupy.empty((3, blocks), np.uint64)
         locked = cupy.cuda.alloc_pinned_memory(4 * blocks * self._table.itemsize)
         self._host: NDArray[np.uint64] = np.frombuffer(locked, np.uint64, 4 * blocks).reshape(4, blocks)
@@ -77,14 +79,14 @@ class _Call:
         self.count = len(ids)
         self._unsent = ids, starts, seeds
 
-    def send(self, stream: int) -> None:
-        """Ids, seeds and places to the GPU, unless they are there."""
+    def send(self, kernels: Kernels) -> None:
+        """Ids, seeds and places to the GPU, unless they are there, on the current stream."""
         if self._unsent is not None:
             ids, starts, seeds = self._unsent
             self._host[0, : self.count] = ids
             self._host[1, : self.count] = seeds()
             self._host[2, : self.count] = starts
-            cupy.cuda.runtime.memcpyAsync(self.ids, self._host.ctypes.data, self._table.nbytes, TO_GPU, stream)
+            kernels.fetch(self.ids, self._host.ctypes.data, self._capacity, self.count)
             self._unsent = None
 
     def checksums(self) -> Addresses:
@@ -161,11 +163,27 @@ class Lane:
                 self._check(call)
         return partial(self._end, begun, memory)
 
+    def rehearse(self, ids: Addresses) -> None:
+        """Sum a block for nothing, while the caller waits for places; raises UnavailableError.
+
+        What has not run for some ms takes three times as long, and the link would wait for it.
+        """
+        one = ids[:1]
+        with self._lock, self._errors():
+            call = self._calls.pop() if self._calls else _Call(self._call_blocks)
+            call.take(one, one, lambda: [0])
+            page_copies(self._runs, self._address, one, one).within(0, PIECE_BYTES)
+            packed_copies(self._runs.block_bytes, 0, one)
+            self._move("sum", call, range(1), 0)
+            self._check(call)
+            self._calls.append(call)  # what it does next is behind this on the stream
+
     def _mover(self, memory: Bytes | DeviceMemory, *, lasting: bool) -> Callable[[_Call, Addresses, Addresses], None]:
         """What moves blocks between ``memory`` and the cache."""
         if isinstance(memory, DeviceMemory):
             base = memory.address(self._device)
-            if self._engine is not None and self._runs.size_bytes >= PEER_PAGE_BYTES:
+            far = cupy.cuda.runtime.pointerGetAttributes(base).device != self._device
+            if far and self._engine is not None and self._runs.size_bytes >= PEER_PAGE_BYTES:
                 return partial(self._by_engine, base, base)
             return partial(self._by_reach, base)
         mapping = pinned(memory, self._device) if lasting else None
@@ -242,8 +260,8 @@ class Lane:
 
     def _move(self, kernel: str, call: _Call, blocks: range, packed: int) -> None:
         sums = self._sums.data.ptr + blocks.start * sums_bytes(self._runs.block_bytes)
-        call.send(self._working.ptr)
         with self._working:
+            call.send(self._kernels)
             ids, seeds, places = (rows + 8 * blocks.start for rows in (call.ids, call.seeds, call.places))
             self._kernels.move(kernel, len(blocks), ids, packed, places, seeds, sums)
 
@@ -263,7 +281,7 @@ def _spans(count: int, step: int, begin: int = 0) -> Iterator[range]:
         first, now = first + now, min(now * 2, step)
 
 
-def _some_of(seeds: Seeds, some: slice) -> list[int]:
+def _some_of(seeds: Seeds, some: slice) -> Sequence[int] | Addresses:
     return seeds()[some]
 
 

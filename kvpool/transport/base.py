@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.core.checksum import block_seeds
+from kvpool.core.checksum import block_seed_array, block_seeds
 from kvpool.core.keys import select_hashes
 from kvpool.ops.credentials import TlsPeer
 from kvpool.transport.blocks import Blocks
@@ -114,6 +114,10 @@ class ReadBatch:
     def seeds(self) -> list[int]:
         """Checksum seed of each block."""
         return block_seeds(self.namespace_seed, self.hashes, self.shard, self.generations, self.block_bytes)
+
+    def seed_array(self) -> NDArray[np.uint64]:
+        """`seeds`, faster for many blocks."""
+        return block_seed_array(self.namespace_seed, self.hashes, self.shard, self.generations, self.block_bytes)
 
     def select(self, blocks: Sequence[int]) -> "ReadBatch":
         """The same for some of the blocks (indexes, ascending)."""

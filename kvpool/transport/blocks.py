@@ -14,7 +14,7 @@ Pieces = list[memoryview]
 
 Bytes = NDArray[np.uint8]
 
-Seeds = Callable[[], list[int]]
+Seeds = Callable[[], Sequence[int] | NDArray[np.uint64]]
 
 Moved = Callable[[], NDArray[np.uint64]]
 """Waits for copies that were begun; the checksums of their blocks."""
@@ -96,6 +96,12 @@ class FarBlocks(Blocks, ABC):
     def pieces(self, block: int) -> Pieces:
         """Never: there is nothing here that can be viewed."""
         raise TypeError(f"block {block} is not in host memory")
+
+    def expect_load(self) -> None:
+        """These blocks, or some of them, are about to be loaded: what can be got ready without their places, can be."""
+
+    def expect_store(self) -> None:
+        """The same for a store."""
 
     @abstractmethod
     def begin_load(

@@ -86,7 +86,8 @@ def begin_mapped(payload: Bytes | DeviceMemory, batch: ReadBatch, streams: Strea
     if not fits(payload, slots, batch.block_bytes):
         return _known(ReadStatus.BAD, batch)
     if isinstance(destinations, FarBlocks):
-        return partial(_arrived, batch, destinations.begin_load(payload, starts_of(slots), batch.seeds, lasting=True))
+        moved = destinations.begin_load(payload, starts_of(slots), batch.seed_array, lasting=True)
+        return partial(_arrived, batch, moved)
     assert not isinstance(payload, DeviceMemory), "only far blocks are moved from a device"
     seeds = batch.seeds()
 

@@ -125,8 +125,11 @@ def _write_over(
 def _write_all(move: Move, deadline: Deadline, connection: Connection, drawn: _Drawn) -> None:
     moving: deque[_Move] = deque()
     posted: list[list[_Move]] = []
+    all_posted = _post_prepares(connection, drawn, deadline)
+    if all_posted and isinstance(all_posted[0][0].sources, FarBlocks):
+        all_posted[0][0].sources.expect_store()
     try:
-        for batch, status in _post_prepares(connection, drawn, deadline):
+        for batch, status in all_posted:
             prepared = _prepared(connection, batch, status, deadline)
             if prepared.blocks:
                 commit = move(batch, prepared.blocks, prepared.slots, prepared.generations)
