@@ -92,6 +92,9 @@ class DeviceBlocks(FarBlocks):
     def select(self, blocks):
         return DeviceBlocks(self.device, [self.ids[block] for block in blocks])
 
+    def joined(self, others):
+        return DeviceBlocks(self.device, [i for blocks in (self, *others) for i in blocks.ids])
+
     def begin_load(self, memory, starts, seeds, *, lasting):
         memory = memory.payload if isinstance(memory, Attached) else memory
         for i, start in zip(self.ids, starts, strict=True):

@@ -42,13 +42,13 @@ class Watched(FarBlocks):
         """See `Blocks.select`."""
         return Watched(self._blocks.select(blocks), self._times_s)
 
+    def joined(self, others: Sequence[FarBlocks]) -> "Watched":
+        """See `FarBlocks.joined`."""
+        return Watched(self._blocks.joined([b._blocks for b in others if isinstance(b, Watched)]), self._times_s)
+
     def expect_load(self) -> None:
         """See `FarBlocks.expect_load`."""
         self._blocks.expect_load()
-
-    def expect_store(self) -> None:
-        """See `FarBlocks.expect_store`."""
-        self._blocks.expect_store()
 
     def begin_load(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool

@@ -132,15 +132,14 @@ class GpuBlocks(FarBlocks):
             return GpuBlocks(self._cache, self._ids[blocks.start : blocks.stop])
         return GpuBlocks(self._cache, self._ids[np.asarray(blocks, np.intp)])
 
+    def joined(self, others: Sequence[FarBlocks]) -> "GpuBlocks":
+        """See `FarBlocks.joined`."""
+        return GpuBlocks(self._cache, np.concatenate([b._ids for b in (self, *others) if isinstance(b, GpuBlocks)]))
+
     def expect_load(self) -> None:
         """See `FarBlocks.expect_load`."""
         with suppress(UnavailableError):  # the load itself will say so
             self._cache._loads.rehearse(self._ids)
-
-    def expect_store(self) -> None:
-        """See `FarBlocks.expect_store`."""
-        with suppress(UnavailableError):
-            self._cache._stores.rehearse(self._ids)
 
     def begin_load(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool

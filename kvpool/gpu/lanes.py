@@ -172,8 +172,8 @@ class Lane:
         with self._lock, self._errors():
             call = self._calls.pop() if self._calls else _Call(self._call_blocks)
             call.take(one, one, lambda: [0])
-            page_copies(self._runs, self._address, one, one).within(0, PIECE_BYTES)
-            packed_copies(self._runs.block_bytes, 0, one)
+            if self._engine is not None:
+                page_copies(self._runs, self._address, one, one).within(0, PIECE_BYTES)
             self._move("sum", call, range(1), 0)
             self._check(call)
             self._calls.append(call)  # what it does next is behind this on the stream
@@ -274,11 +274,11 @@ class Lane:
 
 
 def _spans(count: int, step: int, begin: int = 0) -> Iterator[range]:
-    """``range(count)`` in ranges of up to ``step``; with ``begin`` the first has so many, each further one more."""
+    """``range(count)`` in ranges of up to ``step``; with ``begin`` the first has so many, the next that many more, and so on."""
     first, now = 0, min(begin or step, step)
     while first < count:
         yield range(first, min(first + now, count))
-        first, now = first + now, min(now * 2, step)
+        first, now = first + now, min(now + begin, step)
 
 
 def _some_of(seeds: Seeds, some: slice) -> Sequence[int] | Addresses:

@@ -93,15 +93,16 @@ class FarBlocks(Blocks, ABC):
     def select(self, blocks: Sequence[int]) -> "FarBlocks":
         """See `Blocks.select`."""
 
+    @abstractmethod
+    def joined(self, others: "Sequence[FarBlocks]") -> "FarBlocks":
+        """These blocks and then ``others``, which are of the same memory."""
+
     def pieces(self, block: int) -> Pieces:
         """Never: there is nothing here that can be viewed."""
         raise TypeError(f"block {block} is not in host memory")
 
     def expect_load(self) -> None:
         """These blocks, or some of them, are about to be loaded: what can be got ready without their places, can be."""
-
-    def expect_store(self) -> None:
-        """The same for a store."""
 
     @abstractmethod
     def begin_load(

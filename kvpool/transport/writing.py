@@ -7,8 +7,9 @@ each grant's bytes follow as its slots are known, and the commits are collected 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.wire.connection import Connection
 from kvpool.transport.wire.framed import Buffers
-from kvpool.transport.wire.messages import CommitSlotsRequest, Message, PrepareReply, PrepareRequest, Statuses, unpack
+from kvpool.transport.wire.messages import Message, PrepareReply, PrepareRequest, Statuses, unpack
 
 Commit = Callable[[], tuple[Message, Buffers]]
 """Waits until a batch's bytes are where they belong; the message, and payload, that makes the node commit them."""
@@ -30,15 +31,18 @@ Commit = Callable[[], tuple[Message, Buffers]]
 Move = Callable[[WriteBatch, list[int], NDArray[np.uint32], NDArray[np.uint64]], Commit]
 """Moves blocks (indexes) of a batch to their slots and generations, or begins to, or readies them to be sent."""
 
-AHEAD = 4
+AHEAD = 2
 """Moves of far memory that are under way while others begin: the check of one is no time lost to the rest."""
 
 TOGETHER = 4
-"""Moves of far memory in one commit: a device moves 16 MiB in less time than a commit's round trips take. At the end
-each commit has half of the moves that are left, since the last one is waited for."""
+"""Grants of far memory that are moved and committed together: a device moves 16 MiB in less time than a processor takes
+to begin that, and a commit's round trips. The first is moved by itself and then two, so that it begins early."""
 
 _Drawn = Iterator[tuple[WriteBatch, bytearray]]
 """Batches as they are drawn, each with the statuses that are filled in."""
+
+_Posted = list[tuple[WriteBatch, bytearray]]
+"""Those whose prepares are posted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,9 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Blocks that were moved or are under way."""
+    """Blocks of some batches that were moved or are under way."""
 
-    prepared: Prepared
+    prepared: list[Prepared]
     commit: Commit
 
 
@@ -124,33 +128,52 @@ def _write_over(
 
 def _write_all(move: Move, deadline: Deadline, connection: Connection, drawn: _Drawn) -> None:
     moving: deque[_Move] = deque()
-    posted: list[list[_Move]] = []
-    all_posted = _post_prepares(connection, drawn, deadline)
-    if all_posted and isinstance(all_posted[0][0].sources, FarBlocks):
-        all_posted[0][0].sources.expect_store()
+    posted: list[_Move] = []
     try:
-        for batch, status in all_posted:
-            prepared = _prepared(connection, batch, status, deadline)
-            if prepared.blocks:
-                commit = move(batch, prepared.blocks, prepared.slots, prepared.generations)
-                moving.append(_Move(prepared, commit))
-            ahead, together = (AHEAD, TOGETHER) if isinstance(batch.sources, FarBlocks) else (0, 1)
-            while len(moving) >= ahead + together:
-                posted.append(_commit(connection, moving, together, deadline))
+        for some in _groups(_post_prepares(connection, drawn, deadline)):
+            prepared = [_prepared(connection, *both, deadline) for both in some]
+            if any(p.blocks for p in prepared):
+                moving.append(_Move(prepared, _begin(move, [batch for batch, _ in some], prepared)))
+            ahead = AHEAD if isinstance(some[0][0].sources, FarBlocks) else 0
+            while len(moving) > ahead:
+                posted.append(_commit(connection, moving.popleft(), deadline))
         while moving:
-            posted.append(_commit(connection, moving, max(1, len(moving) // 2), deadline))
+            posted.append(_commit(connection, moving.popleft(), deadline))
     finally:
         for left in moving:
             with suppress(KvpoolError):
                 left.commit()  # its slots must not be given back while they are written
-    for some in posted:
-        _spread(some, connection.collect(Statuses, deadline.left_s()).statuses)
+    for moved in posted:
+        _spread(moved, connection.collect(Statuses, deadline.left_s()).statuses)
     failpoint("client.put.after_commit")
 
 
-def _post_prepares(connection: Connection, drawn: _Drawn, deadline: Deadline) -> list[tuple[WriteBatch, bytearray]]:
+def _groups(posted: _Posted) -> Iterator[_Posted]:
+    """Batches that are moved together."""
+    first, count = 0, 1
+    while first < len(posted):
+        yield posted[first : first + count]
+        first += count
+        if isinstance(posted[0][0].sources, FarBlocks):
+            count = min(2 * count, TOGETHER)
+
+
+def _begin(move: Move, batches: Sequence[WriteBatch], prepared: Sequence[Prepared]) -> Commit:
+    """Begin to move the blocks of some batches that there are slots for."""
+    if len(batches) == 1:
+        return move(batches[0], prepared[0].blocks, prepared[0].slots, prepared[0].generations)
+    before = accumulate((len(batch.sources) for batch in batches[:-1]), initial=0)
+    blocks = [first + block for first, p in zip(before, prepared, strict=True) for block in p.blocks]
+    sources = [batch.sources for batch in batches if isinstance(batch.sources, FarBlocks)]
+    hashes = b"".join(batch.hashes for batch in batches)
+    joined = replace(batches[0], hashes=hashes, sources=sources[0].joined(sources[1:]))
+    slots, generations = np.concatenate([p.slots for p in prepared]), np.concatenate([p.generations for p in prepared])
+    return move(joined, blocks, slots, generations)
+
+
+def _post_prepares(connection: Connection, drawn: _Drawn, deadline: Deadline) -> _Posted:
     """Each as soon as it is drawn: the node begins while the others are still being made."""
-    posted: list[tuple[WriteBatch, bytearray]] = []
+    posted: _Posted = []
     for batch, statuses in drawn:
         connection.post(PrepareRequest(batch.grant), deadline.left_s())
         posted.append((batch, statuses))
@@ -169,35 +192,16 @@ def _prepared(connection: Connection, batch: WriteBatch, statuses: bytearray, de
     return Prepared(ready.tolist(), slots[ready], generations[ready], statuses)
 
 
-def _commit(connection: Connection, moving: deque[_Move], together: int, deadline: Deadline) -> list[_Move]:
-    """Ask the node to commit the moves that began first, up to so many that fit in one message."""
-    some, messages = [moving[0]], [moving[0].commit()]
-    moving.popleft()
-    while moving and len(some) < together and isinstance(messages[0][0], CommitSlotsRequest):
-        messages.append(moving[0].commit())
-        some.append(moving.popleft())
-    message, payload = messages[0]
-    if len(messages) > 1:
-        message = _joined([m for m, _ in messages if isinstance(m, CommitSlotsRequest)])
+def _commit(connection: Connection, moved: _Move, deadline: Deadline) -> _Move:
+    """Ask the node to commit a move once it has ended."""
+    message, payload = moved.commit()
     failpoint("client.put.before_commit")
     connection.post(message, deadline.left_s(), payload)
-    return some
+    return moved
 
 
-def _joined(messages: Sequence[CommitSlotsRequest]) -> CommitSlotsRequest:
-    """One message for several grants of a reservation on one segment."""
-    return CommitSlotsRequest(
-        messages[0].segment_id,
-        messages[0].reservation,
-        b"".join(message.slots for message in messages),
-        b"".join(message.generations for message in messages),
-        b"".join(message.checksums for message in messages),
-    )
-
-
-def _spread(moves: Sequence[_Move], committed: bytes) -> None:
-    answers = unpack("statuses", committed, "u1", sum(len(move.prepared.blocks) for move in moves)).tolist()
-    for move in moves:
-        blocks = move.prepared.blocks
-        move.prepared.spread(blocks, answers[: len(blocks)])
-        del answers[: len(blocks)]
+def _spread(moved: _Move, committed: bytes) -> None:
+    answers = unpack("statuses", committed, "u1", sum(len(p.blocks) for p in moved.prepared)).tolist()
+    for prepared in moved.prepared:
+        prepared.spread(prepared.blocks, answers[: len(prepared.blocks)])
+        del answers[: len(prepared.blocks)]
