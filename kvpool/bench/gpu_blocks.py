@@ -50,6 +50,10 @@ class Watched(FarBlocks):
         """See `FarBlocks.expect_load`."""
         self._blocks.expect_load()
 
+    def expect_store(self) -> None:
+        """See `FarBlocks.expect_store`."""
+        self._blocks.expect_store()
+
     def begin_load(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
     ) -> Moved:

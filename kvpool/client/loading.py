@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 STEP_BLOCKS = 512
 """Blocks located at a time."""
 
-FAR_STEP_BLOCKS, FAR_GROWTH, FAR_STEP_BLOCKS_MAX = 64, 4, 2048
+FAR_STEP_BLOCKS, FAR_GROWTH, FAR_STEP_BLOCKS_MAX = 128, 4, 2048
 """For far memory: blocks located first, since its link should not wait for longer; how many times as many each further
 step has; and the most."""
 

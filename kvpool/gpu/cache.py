@@ -141,6 +141,11 @@ class GpuBlocks(FarBlocks):
         with suppress(UnavailableError):  # the load itself will say so
             self._cache._loads.rehearse(self._ids)
 
+    def expect_store(self) -> None:
+        """See `FarBlocks.expect_store`."""
+        with suppress(UnavailableError):
+            self._cache._stores.rehearse(self._ids)
+
     def begin_load(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
     ) -> Moved:

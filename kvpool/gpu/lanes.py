@@ -154,7 +154,7 @@ class Lane:
         move = self._mover(memory, lasting=lasting)
         begun: list[_Call] = []
         with self._lock, self._errors():
-            for blocks in _spans(len(ids), self._call_blocks):
+            for blocks in _spans(range(len(ids)), self._call_blocks):
                 some = slice(blocks.start, blocks.stop)
                 call = self._calls.pop() if self._calls else _Call(self._call_blocks)
                 begun.append(call)
@@ -172,8 +172,7 @@ class Lane:
         with self._lock, self._errors():
             call = self._calls.pop() if self._calls else _Call(self._call_blocks)
             call.take(one, one, lambda: [0])
-            if self._engine is not None:
-                page_copies(self._runs, self._address, one, one).within(0, PIECE_BYTES)
+            packed_copies(self._runs.block_bytes, 0, one).within(0, PIECE_BYTES)
             self._move("sum", call, range(1), 0)
             self._check(call)
             self._calls.append(call)  # what it does next is behind this on the stream
@@ -229,18 +228,24 @@ class Lane:
         assert self._engine is not None
         host = starts + np.uint64(base)
         pages = len(self._runs.offsets)
-        for checked in _spans(len(ids), self._check_blocks):
+        # A processor is hardly faster with lists of pages than the link is: it needs a start.
+        staged = min(RING * self._part_blocks, len(ids)) if pages > 1 and self._copying.done else 0
+        self._stage(origin, call, host, range(staged))
+        for checked in _spans(range(staged, len(ids)), self._check_blocks):
             some = slice(checked.start, checked.stop)
             copies = page_copies(self._runs, self._address, ids[some], host[some])
-            for part in _spans(len(checked), self._part_blocks, 1 if self._copying.done else self._part_blocks):
+            for part in _spans(range(len(checked)), self._part_blocks):
                 now = copies.part(part.start * pages, part.stop * pages).within(origin, PIECE_BYTES)
                 self._engine.copy(now.device, now.host, now.size_bytes, self._copying.ptr)
             self._working.wait_event(_mark(self._copying))
             self._move("sum", call, checked, 0)
 
     def _by_kernel(self, base: int, origin: int, call: _Call, starts: Addresses, ids: Addresses) -> None:
-        host = starts + np.uint64(base)
-        for part in _spans(len(ids), self._part_blocks):
+        self._stage(origin, call, starts + np.uint64(base), range(len(ids)))
+
+    def _stage(self, origin: int, call: _Call, host: Addresses, blocks: range) -> None:
+        """Move ``blocks`` of the call, which lie at ``host``, through the staging buffers."""
+        for part in _spans(blocks, self._part_blocks):
             buffer, self._parts = self._parts % RING, self._parts + 1
             at = self._staging.data.ptr + buffer * self._part_blocks * self._runs.block_bytes
             copies = packed_copies(self._runs.block_bytes, at, host[part.start : part.stop]).within(origin, PIECE_BYTES)
@@ -273,12 +278,10 @@ class Lane:
             cupy.cuda.runtime.memcpyAsync(to, source, size_bytes, self._way, self._copying.ptr)
 
 
-def _spans(count: int, step: int, begin: int = 0) -> Iterator[range]:
-    """``range(count)`` in ranges of up to ``step``; with ``begin`` the first has so many, the next that many more, and so on."""
-    first, now = 0, min(begin or step, step)
-    while first < count:
-        yield range(first, min(first + now, count))
-        first, now = first + now, min(now + begin, step)
+def _spans(blocks: range, step: int) -> Iterator[range]:
+    """``blocks`` in ranges of up to ``step``."""
+    for first in range(blocks.start, blocks.stop, step):
+        yield range(first, min(first + step, blocks.stop))
 
 
 def _some_of(seeds: Seeds, some: slice) -> Sequence[int] | Addresses:

@@ -104,6 +104,9 @@ class FarBlocks(Blocks, ABC):
     def expect_load(self) -> None:
         """These blocks, or some of them, are about to be loaded: what can be got ready without their places, can be."""
 
+    def expect_store(self) -> None:
+        """The same for a store."""
+
     @abstractmethod
     def begin_load(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool

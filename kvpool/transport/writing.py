@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,10 @@ AHEAD = 2
 
 TOGETHER = 4
 """Grants of far memory that are moved and committed together: a device moves 16 MiB in less time than a processor takes
-to begin that, and a commit's round trips. The first is moved by itself and then two, so that it begins early."""
+to begin that, and a commit's round trips."""
+
+FIRST = 2
+"""Grants of far memory that are moved first: as soon as the node has prepared them, before the others are looked at."""
 
 _Drawn = Iterator[tuple[WriteBatch, bytearray]]
 """Batches as they are drawn, each with the statuses that are filled in."""
@@ -130,7 +133,7 @@ def _write_all(move: Move, deadline: Deadline, connection: Connection, drawn: _D
     moving: deque[_Move] = deque()
     posted: list[_Move] = []
     try:
-        for some in _groups(_post_prepares(connection, drawn, deadline)):
+        for some in _groups(connection, drawn, deadline):
             prepared = [_prepared(connection, *both, deadline) for both in some]
             if any(p.blocks for p in prepared):
                 moving.append(_Move(prepared, _begin(move, [batch for batch, _ in some], prepared)))
@@ -148,14 +151,19 @@ def _write_all(move: Move, deadline: Deadline, connection: Connection, drawn: _D
     failpoint("client.put.after_commit")
 
 
-def _groups(posted: _Posted) -> Iterator[_Posted]:
-    """Batches that are moved together."""
-    first, count = 0, 1
-    while first < len(posted):
-        yield posted[first : first + count]
-        first += count
-        if isinstance(posted[0][0].sources, FarBlocks):
-            count = min(2 * count, TOGETHER)
+def _groups(connection: Connection, drawn: _Drawn, deadline: Deadline) -> Iterator[_Posted]:
+    """Batches that are moved together, their prepares posted: those of the others while the first far ones move."""
+    posted = _post_prepares(connection, islice(drawn, FIRST), deadline)
+    together = 1
+    if posted and isinstance(sources := posted[0][0].sources, FarBlocks):
+        sources.expect_store()
+        yield posted
+        posted, together = [], TOGETHER
+    posted += _post_prepares(connection, drawn, deadline)
+    # What would be left for a last one goes with the one before: the last commit is waited for.
+    ends = [*range(together, len(posted) - together // 2, together), len(posted)]
+    for first, end in pairwise([0, *ends] if posted else []):
+        yield posted[first:end]
 
 
 def _begin(move: Move, batches: Sequence[WriteBatch], prepared: Sequence[Prepared]) -> Commit:

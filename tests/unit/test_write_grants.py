@@ -115,9 +115,10 @@ def test_moves_in_the_background_overlap_and_are_committed_in_order(connection):
 
     assert write(connection, move, batches) == [WriteStatus.COMMITTED] * len(batches)
     moves = [told for told in connection.told if isinstance(told, tuple)]
-    groups = [(0,), (1, 2), (3, 4, 5, 6), (7, 8, 9, 10)]
+    groups = [(0, 1), (2, 3, 4, 5), (6, 7, 8, 9, 10)]
     assert [told for told in moves if told[0] == "end"] == [("end", *group) for group in groups]
-    assert moves.index(("begin", 1, 2)) < moves.index(("end", 0))
+    assert moves.index(("begin", 2, 3, 4, 5)) < moves.index(("end", 0, 1))
+    assert connection.told[:3] == ["PrepareRequest", "PrepareRequest", ("begin", 0, 1)]
     assert connection.told.count("CommitSlotsRequest") == len(groups)
 
 
@@ -140,16 +141,16 @@ def test_blocks_without_a_slot_are_left_out_of_what_is_moved_together(connection
 
     statuses = write_all(connection, move, batches)
 
-    assert moved == [([0, 10], [3, 4]), ([1, 12], [5, 6])]
+    assert moved == [([0, 10, 1], [3, 4, 5]), ([12], [6])]
     assert statuses == [bytearray(2), bytearray([0, WriteStatus.NO_SLOT]), bytearray([WriteStatus.NO_SLOT, 0])]
 
 
 def test_slots_are_not_given_back_while_they_are_written(connection):
     """A later move fails: the connection closes only when those in the background have ended."""
-    batches = [replace(BATCH, sources=Far([i]), reservation=i) for i in range(2)]
+    batches = [replace(BATCH, sources=Far([i])) for i in range(3)]
 
     def move(batch, blocks, slots, generations):
-        if batch.reservation == 1:
+        if batch.sources.ids == [2]:
             raise DeadlineError("the mapping took too long")
 
         def commit():
@@ -158,7 +159,7 @@ def test_slots_are_not_given_back_while_they_are_written(connection):
 
         return commit
 
-    assert write(connection, move, batches) == [WriteStatus.FAILED] * 2
+    assert write(connection, move, batches) == [WriteStatus.FAILED] * 3
     assert connection.told[-2:] == ["end", "close"]
 
 
