@@ -150,6 +150,11 @@ class CacheBlocks:
         self._pages[:, self.targets] = 0
         require_gpu().cuda.runtime.deviceSynchronize()
 
+    def match(self) -> None:
+        """`clear`, and then what an engine's scheduler does before its worker loads: the service is awake after it."""
+        self.clear()
+        self.keyspace.match(self.saved)
+
     def check(self) -> None:
         """Raises KvpoolError unless the loaded blocks are the saved ones, byte for byte."""
         cupy = require_gpu()

@@ -181,8 +181,8 @@ class Lane:
         """What moves blocks between ``memory`` and the cache."""
         if isinstance(memory, DeviceMemory):
             base = memory.address(self._device)
-            far = cupy.cuda.runtime.pointerGetAttributes(base).device != self._device
-            if far and self._engine is not None and self._runs.size_bytes >= PEER_PAGE_BYTES:
+            by_engine = self._engine is not None and self._runs.size_bytes >= PEER_PAGE_BYTES
+            if by_engine and not memory.is_on(self._device):
                 return partial(self._by_engine, base, base)
             return partial(self._by_reach, base)
         mapping = pinned(memory, self._device) if lasting else None

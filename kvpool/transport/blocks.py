@@ -77,6 +77,11 @@ class DeviceMemory(ABC):
     def address(self, device: int) -> int:
         """Where it begins for the device ``device``; raises UnavailableError when that cannot reach it."""
 
+    def is_on(self, device: int) -> bool:
+        """Whether it is the memory of ``device`` itself."""
+        del device
+        return False
+
 
 class FarBlocks(Blocks, ABC):
     """Memory of blocks that the processor cannot reach, such as a GPU's: it moves its own bytes, and checks them.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,17 +153,17 @@ def _write_all(move: Move, deadline: Deadline, connection: Connection, drawn: _D
 
 def _groups(connection: Connection, drawn: _Drawn, deadline: Deadline) -> Iterator[_Posted]:
     """Batches that are moved together, their prepares posted: those of the others while the first far ones move."""
-    posted = _post_prepares(connection, islice(drawn, FIRST), deadline)
-    together = 1
+    posted, together = _post_prepares(connection, islice(drawn, FIRST), deadline), 1
     if posted and isinstance(sources := posted[0][0].sources, FarBlocks):
         sources.expect_store()
         yield posted
         posted, together = [], TOGETHER
     posted += _post_prepares(connection, drawn, deadline)
-    # What would be left for a last one goes with the one before: the last commit is waited for.
-    ends = [*range(together, len(posted) - together // 2, together), len(posted)]
-    for first, end in pairwise([0, *ends] if posted else []):
-        yield posted[first:end]
+    while posted:
+        # The last commit is waited for: it should be small.
+        count = together if len(posted) > together else -(-len(posted) // 2) if len(posted) > FIRST else len(posted)
+        yield posted[:count]
+        posted = posted[count:]
 
 
 def _begin(move: Move, batches: Sequence[WriteBatch], prepared: Sequence[Prepared]) -> Commit:
