@@ -26,7 +26,7 @@ _SECRET = np.array(
 )
 """XXH3 of 48 bytes adds four products of pairs of their words: which pairs, and the words of the secret for each."""
 
-SIDE_BY_SIDE_MIN = 128
+SIDE_BY_SIDE_MIN = 512
 
 _START = np.uint64(_IDENTITY_BYTES * 0x9E3779B185EBCA87 & 0xFFFF_FFFF_FFFF_FFFF)
 _PRIME_MX1 = np.uint64(0x165667919E3779F9)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import cupy
@@ -34,10 +35,14 @@ CALL_BLOCKS = 4_096
 """Bytes and blocks that are moved and then checked in one go; longer calls are cut."""
 
 PART_BYTES = 16 << 20
-"""Bytes of one staging buffer, or of one list of copies: large enough for the link's full speed."""
+"""Bytes of one staging buffer: large enough for the link's full speed."""
+
+LIST_PAGES = 256
+"""Pages of one list of copies: longer lists are slower, shorter ones cost a processor more."""
 
 CHECK_BYTES = 128 << 20
-"""Copied bytes that one launch sums: few launches disturb computing little, the last one delays a call little."""
+"""Copied bytes that one launch sums: few launches disturb computing little. The last one of a call sums `PART_BYTES`,
+since the call waits for it."""
 
 RING = 2
 
@@ -123,6 +128,7 @@ class Lane:
         self._working = cupy.cuda.Stream(non_blocking=True, priority=-5)
         self._call_blocks = min(CALL_BLOCKS, max(1, CALL_BYTES // runs.block_bytes))
         self._part_blocks = max(1, PART_BYTES // runs.block_bytes)
+        self._list_blocks = max(1, LIST_PAGES // len(runs.offsets))
         self._check_blocks = max(1, CHECK_BYTES // runs.block_bytes)
         self._staging = cupy.empty(RING * self._part_blocks * runs.block_bytes, np.uint8)
         self._free: list[Any] = [None] * RING
@@ -231,10 +237,12 @@ class Lane:
         # A processor is hardly faster with lists of pages than the link is: it needs a start.
         staged = min(RING * self._part_blocks, len(ids)) if pages > 1 and self._copying.done else 0
         self._stage(origin, call, host, range(staged))
-        for checked in _spans(range(staged, len(ids)), self._check_blocks):
+        last = max(staged, len(ids) - self._part_blocks)
+        spans = (_spans(blocks, self._check_blocks) for blocks in (range(staged, last), range(last, len(ids))))
+        for checked in chain.from_iterable(spans):
             some = slice(checked.start, checked.stop)
             copies = page_copies(self._runs, self._address, ids[some], host[some])
-            for part in _spans(range(len(checked)), self._part_blocks):
+            for part in _spans(range(len(checked)), self._list_blocks):
                 now = copies.part(part.start * pages, part.stop * pages).within(origin, PIECE_BYTES)
                 self._engine.copy(now.device, now.host, now.size_bytes, self._copying.ptr)
             self._working.wait_event(_mark(self._copying))

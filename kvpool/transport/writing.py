@@ -39,7 +39,8 @@ TOGETHER = 4
 to begin that, and a commit's round trips."""
 
 FIRST = 2
-"""Grants of far memory that are moved first: as soon as the node has prepared them, before the others are looked at."""
+"""Grants of far memory that are moved first, as soon as the node has prepared them. No commit is posted before all
+prepares, which are answered in the same order: so there are no more than `AHEAD` moves by then."""
 
 _Drawn = Iterator[tuple[WriteBatch, bytearray]]
 """Batches as they are drawn, each with the statuses that are filled in."""
@@ -152,18 +153,17 @@ def _write_all(move: Move, deadline: Deadline, connection: Connection, drawn: _D
 
 
 def _groups(connection: Connection, drawn: _Drawn, deadline: Deadline) -> Iterator[_Posted]:
-    """Batches that are moved together, their prepares posted: those of the others while the first far ones move."""
-    posted, together = _post_prepares(connection, islice(drawn, FIRST), deadline), 1
+    """Batches that are moved together, their prepares posted; of far memory most are when the first ones move."""
+    posted, together = _post_prepares(connection, islice(drawn, FIRST + TOGETHER), deadline), 1
     if posted and isinstance(sources := posted[0][0].sources, FarBlocks):
         sources.expect_store()
-        yield posted
+        yield posted[:FIRST]
+        if len(posted) > FIRST:
+            yield posted[FIRST:]
         posted, together = [], TOGETHER
     posted += _post_prepares(connection, drawn, deadline)
-    while posted:
-        # The last commit is waited for: it should be small.
-        count = together if len(posted) > together else -(-len(posted) // 2) if len(posted) > FIRST else len(posted)
-        yield posted[:count]
-        posted = posted[count:]
+    for first in range(0, len(posted), together):
+        yield posted[first : first + together]
 
 
 def _begin(move: Move, batches: Sequence[WriteBatch], prepared: Sequence[Prepared]) -> Commit:
