@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import cupy
@@ -40,9 +39,8 @@ PART_BYTES = 16 << 20
 LIST_PAGES = 256
 """Pages of one list of copies: longer lists are slower, shorter ones cost a processor more."""
 
-CHECK_BYTES = 128 << 20
-"""Copied bytes that one launch sums: few launches disturb computing little. The last one of a call sums `PART_BYTES`,
-since the call waits for it."""
+CHECK_BYTES = 256 << 20
+"""Copied bytes that one launch sums: each one disturbs what the GPU computes, and a call waits for the last."""
 
 RING = 2
 
@@ -170,18 +168,19 @@ class Lane:
         return partial(self._end, begun, memory)
 
     def rehearse(self, ids: Addresses) -> None:
-        """Sum a block for nothing, while the caller waits for places; raises UnavailableError.
+        """Begin with a block for nothing, while the caller waits for places; raises UnavailableError.
 
-        What has not run for some ms takes three times as long, and the link would wait for it.
+        What a processor has not run for some ms takes it three times as long, and the link would wait for it.
         """
         one = ids[:1]
         with self._lock, self._errors():
             call = self._calls.pop() if self._calls else _Call(self._call_blocks)
             call.take(one, one, lambda: [0])
             packed_copies(self._runs.block_bytes, 0, one).within(0, PIECE_BYTES)
-            self._move("sum", call, range(1), 0)
-            self._check(call)
-            self._calls.append(call)  # what it does next is behind this on the stream
+            with self._working:
+                call.send(self._kernels)
+            call.copied = _mark(self._copying, block=True)
+            self._calls.append(call)  # what it fetches next is behind this on the stream
 
     def _mover(self, memory: Bytes | DeviceMemory, *, lasting: bool) -> Callable[[_Call, Addresses, Addresses], None]:
         """What moves blocks between ``memory`` and the cache."""
@@ -237,9 +236,7 @@ class Lane:
         # A processor is hardly faster with lists of pages than the link is: it needs a start.
         staged = min(RING * self._part_blocks, len(ids)) if pages > 1 and self._copying.done else 0
         self._stage(origin, call, host, range(staged))
-        last = max(staged, len(ids) - self._part_blocks)
-        spans = (_spans(blocks, self._check_blocks) for blocks in (range(staged, last), range(last, len(ids))))
-        for checked in chain.from_iterable(spans):
+        for checked in _spans(range(staged, len(ids)), self._check_blocks):
             some = slice(checked.start, checked.stop)
             copies = page_copies(self._runs, self._address, ids[some], host[some])
             for part in _spans(range(len(checked)), self._list_blocks):
