@@ -34,9 +34,12 @@ if TYPE_CHECKING:
 STEP_BLOCKS = 512
 """Blocks located at a time."""
 
-FAR_STEP_BLOCKS, FAR_GROWTH, FAR_STEP_BLOCKS_MAX = 128, 4, 2048
-"""For far memory: blocks located first, since its link should not wait for longer; how many times as many each further
-step has; and the most."""
+FAR_STEP_BLOCKS, FAR_GROWTH, FAR_STEP_BLOCKS_MAX = 256, 4, 2048
+"""For far memory: blocks located first, since its link should not wait for longer, and each step disturbs what the
+device computes; how many times as many each further step has; and the most."""
+
+EXPECTED_BLOCKS_MIN = 64
+"""Blocks of far memory that are worth getting ready for while they are located."""
 
 PATIENCE = 0.5
 """Part of the time left that a read gets while there are other copies to turn to."""
@@ -129,10 +132,11 @@ def _locate_all(
     The service works on one step while the caller uses the answer for the one before. Once that fails, each step is
     asked for by itself.
     """
-    meanwhile = destinations.expect_load if isinstance(destinations, FarBlocks) else _nothing
+    expected = isinstance(destinations, FarBlocks) and len(destinations) >= EXPECTED_BLOCKS_MIN
+    meanwhile = destinations.expect_load if isinstance(destinations, FarBlocks) and expected else _nothing
     answered = 0
     reason: MissReason | None = None
-    if len(requests) > 1:
+    if len(requests) > 1 or expected:
         try:
             for reply in keyspace._calls(requests, LocateReply, deadline, meanwhile):
                 keyspace._client._meta.learn(reply.topology)
