@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import kvpool
+from kvpool.client.meta import MetaClient
 from kvpool.core.directory import MissReason
-from kvpool.core.errors import InvalidBufferError
+from kvpool.core.errors import InvalidBufferError, OverloadedError, UnavailableError
 from tests.host_device import BLOCK_BYTES, Device
 from tests.integration.conftest import embedded_in
 
@@ -59,6 +60,39 @@ def test_large_transfers_are_staged_in_steps(keyspace, device, monkeypatch):
     assert keyspace.store(hashes, device.blocks(range(8))).stored == 8
     assert keyspace.load(hashes, device.blocks(range(20, 28))).loaded == 8
     assert np.array_equal(device.memory[20:28], device.memory[:8])
+
+
+def test_a_long_load_is_located_in_steps_that_grow(keyspace, device, monkeypatch):
+    """Each block counts for itself, in whatever step it is; the look-ups share one connection, in order."""
+    monkeypatch.setattr("kvpool.client.loading.FAR_STEP_BLOCKS", 2)
+    hashes, targets = chain(17), range(20, 37)
+    assert keyspace.store(hashes[:15], device.blocks(range(15))).stored == 15
+    device.damaged = {21, 30}
+    result = keyspace.load(hashes, device.blocks(targets))
+    bad, gone = MissReason.VERIFY_FAILED, MissReason.COLD
+    expected = [bad if target in device.damaged else None for target in targets][:15] + [gone] * 2
+    assert result.reasons == tuple(expected)
+    assert (result.loaded, result.size_bytes) == (1, 13 * BLOCK_BYTES)
+    device.damaged = set()
+    assert keyspace.load(hashes[:15], device.blocks(targets[:15])).loaded == 15
+    assert np.array_equal(device.memory[20:35], device.memory[:15])
+
+
+@pytest.mark.parametrize("error", [UnavailableError("it has gone"), OverloadedError("too much to do")])
+def test_look_ups_that_break_off_are_made_one_by_one(keyspace, device, monkeypatch, error):
+    """One that was refused for load is not made again; the others of the call are made."""
+    monkeypatch.setattr("kvpool.client.loading.FAR_STEP_BLOCKS", 2)
+    hashes, answers = chain(12), MetaClient.calls
+    assert keyspace.store(hashes, device.blocks(range(12))).stored == 12
+
+    def broken_off(*arguments):
+        yield next(answers(*arguments))
+        raise error
+
+    monkeypatch.setattr(MetaClient, "calls", broken_off)
+    result = keyspace.load(hashes, device.blocks(range(20, 32)))
+    refused = MissReason.OVERLOADED if isinstance(error, OverloadedError) else None
+    assert result.reasons == (None, None, *[refused] * 8, None, None)
 
 
 def test_bytes_that_change_on_the_way_are_a_miss(keyspace, device):
