@@ -5,15 +5,21 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import kvpool
 from kvpool.client.meta import MetaClient
 from kvpool.core.directory import MissReason
 from kvpool.core.errors import InvalidBufferError, OverloadedError, UnavailableError
+from kvpool.ops.otel import OtelTracer
+from kvpool.ops.tracing import carried
 from tests.host_device import BLOCK_BYTES, Device
 from tests.integration.conftest import embedded_in
 
 TRANSPORTS = ["inproc", "shm", "unix", "tcp"]
+STEPS = ("load", "locate", "read", "verify")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +82,25 @@ def test_a_long_load_is_located_in_steps_that_grow(keyspace, device, monkeypatch
     device.damaged = set()
     assert keyspace.load(hashes[:15], device.blocks(targets[:15])).loaded == 15
     assert np.array_equal(device.memory[20:35], device.memory[:15])
+
+
+def test_reads_that_overlap_are_steps_of_the_load(keyspace, device, monkeypatch):
+    """Each is part of the load, whatever else was begun or ended meanwhile, and lasts until it is verified."""
+    monkeypatch.setattr("kvpool.client.loading.FAR_STEP_BLOCKS", 1)
+    monkeypatch.setattr("kvpool.client.loading.FAR_GROWTH", 1)
+    hashes, exporter, provider = chain(4), InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    keyspace.store(hashes, device.blocks(range(4)))
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(keyspace._client, "_tracer", OtelTracer("kvpool-test", {}, provider))
+    device.damaged = {22}
+    assert keyspace.load(hashes, device.blocks(range(20, 24))).loaded == 2
+    spans = {name: [s for s in exporter.get_finished_spans() if s.name == f"kvpool.{name}"] for name in STEPS}
+    [load] = spans.pop("load")
+    assert carried() == ""
+    assert {name: len(some) for name, some in spans.items()} == {"locate": 4, "read": 4, "verify": 4}
+    assert {s.parent.span_id for some in spans.values() for s in some} == {load.context.span_id}
+    assert [s.attributes["kvpool.bad_blocks"] for s in spans["verify"]] == [0, 0, 1, 0]
+    assert spans["locate"][-1].end_time <= spans["read"][0].end_time
 
 
 @pytest.mark.parametrize("error", [UnavailableError("it has gone"), OverloadedError("too much to do")])
