@@ -7,7 +7,7 @@ only begun in their step, since a device moves them by itself, and ended when al
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -201,25 +201,30 @@ class _Load:
             transport = client._nodes.transport(node, deadline, Use.READ)
             batch = self._batch(node, segment.segment_id, copies, blocks, self._destinations.select(blocks))
             failpoint("client.read.before_copy")
-            with ExitStack() as stack:
-                stack.enter_context(client._nodes.reading(node, len(blocks) * batch.block_bytes))
-                span = client._tracer.begin("kvpool.read", **_whence(node, segment, transport), blocks=len(blocks))
-                stack.callback(span.end)
-                began_s = time.perf_counter()
+            span = client._tracer.begin("kvpool.read", **_whence(node, segment, transport), blocks=len(blocks))
+            over = client._nodes.reading(node, len(blocks) * batch.block_bytes)
+            began_s = time.perf_counter()
+            try:
                 with span.at_hand():
                     reading = begin_batch(transport, batch, segment.medium, deadline)
-                until_read = stack.pop_all()
+            except BaseException:
+                over()
+                span.end()
+                raise
         except KvpoolError as error:
             self._fail(blocks, error)
             return
 
         def end() -> None:
             try:
-                with until_read, span.at_hand():
+                with span.at_hand():
                     statuses = reading()
             except KvpoolError as error:
                 self._fail(blocks, error)
                 return
+            finally:
+                over()
+                span.end()
             client._counters.times["read"].observe(time.perf_counter() - began_s)
             failed = ReadStatus.FAILED in statuses or ReadStatus.LATE in statuses
             client._nodes.judge(node, Use.READ, deadline, failed=failed)
