@@ -92,11 +92,14 @@ class DeviceBlocks(FarBlocks):
     def select(self, blocks):
         return DeviceBlocks(self.device, [self.ids[block] for block in blocks])
 
-    def load(self, memory, starts, seeds, *, lasting):
+    def joined(self, others):
+        return DeviceBlocks(self.device, [i for blocks in (self, *others) for i in blocks.ids])
+
+    def begin_load(self, memory, starts, seeds, *, lasting):
         memory = memory.payload if isinstance(memory, Attached) else memory
         for i, start in zip(self.ids, starts, strict=True):
             self._move(memory, int(start), i, into=True)
-        return self._sums(seeds)
+        return lambda: self._sums(seeds)
 
     def begin_store(self, memory, starts, seeds, *, lasting):
         memory = memory.payload if isinstance(memory, Attached) else memory
@@ -116,9 +119,10 @@ class DeviceBlocks(FarBlocks):
             theirs[:] = mine
 
     def _sums(self, seeds):
-        return [
+        sums = [
             xxhash.xxh3_64_intdigest(self.device.memory[i], seed) for i, seed in zip(self.ids, seeds(), strict=True)
         ]
+        return np.array(sums, np.uint64)
 
 
 def allocate(number, size_bytes):

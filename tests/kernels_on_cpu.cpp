@@ -23,6 +23,10 @@ static void launch(u64 grid, u64 threads, Call call) {
         for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) call();
 }
 
+extern "C" void run_fetch(u64 *table, const u64 *host, u64 capacity, u64 blocks) {
+    launch((3 * blocks + 63) / 64, 64, [&] { fetch(table, host, capacity, blocks); });
+}
+
 extern "C" void run(const char *kernel, char *cache, const u64 *offsets, u64 stride, const u64 *ids, char *packed,
                     const u64 *places, const u64 *seeds, u64 *sums, u64 *accumulators, u64 *checksums, u64 blocks) {
     auto *move = !strcmp(kernel, "scatter")  ? scatter

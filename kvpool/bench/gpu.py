@@ -163,6 +163,7 @@ def _transfers(bench: _Bench, blocks: CacheBlocks, target: float | None) -> Iter
     blocks.save()
     for what, move, prepare, kind in (
         ("load", blocks.load, blocks.clear, _TO_DEVICE),
+        ("load after match", blocks.load, blocks.match, _TO_DEVICE),
         ("save", blocks.write, blocks.reserve, _TO_HOST),
     ):
         blocks.moved_s = []
@@ -181,7 +182,7 @@ def _transfers(bench: _Bench, blocks: CacheBlocks, target: float | None) -> Iter
             moved=rounded(percentile(moved, 50)),
             target=target,
         )
-        if what == "load":
+        if kind == _TO_DEVICE:
             blocks.check()
     blocks.clear()
     blocks.load()

@@ -13,7 +13,7 @@ import kvpool
 from kvpool.core.errors import KvpoolError
 from kvpool.core.limits import HASH_BYTES
 from kvpool.gpu import GpuBlocks, GpuCache, PageRuns, require_gpu
-from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks, Seeds, Stored
+from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks, Moved, Seeds
 
 CACHE_TIMES = 4
 """A cache holds so many times what is moved, and the blocks lie in it in random order."""
@@ -42,24 +42,35 @@ class Watched(FarBlocks):
         """See `Blocks.select`."""
         return Watched(self._blocks.select(blocks), self._times_s)
 
-    def load(
+    def joined(self, others: Sequence[FarBlocks]) -> "Watched":
+        """See `FarBlocks.joined`."""
+        return Watched(self._blocks.joined([b._blocks for b in others if isinstance(b, Watched)]), self._times_s)
+
+    def expect_load(self) -> None:
+        """See `FarBlocks.expect_load`."""
+        self._blocks.expect_load()
+
+    def expect_store(self) -> None:
+        """See `FarBlocks.expect_store`."""
+        self._blocks.expect_store()
+
+    def begin_load(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
-    ) -> list[int]:
-        """See `FarBlocks.load`."""
+    ) -> Moved:
+        """See `FarBlocks.begin_load`."""
         self._times_s.append(time.perf_counter())
-        checksums = self._blocks.load(memory, starts, seeds, lasting=lasting)
-        self._times_s.append(time.perf_counter())
-        return checksums
+        return self._until(self._blocks.begin_load(memory, starts, seeds, lasting=lasting))
 
     def begin_store(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
-    ) -> Stored:
+    ) -> Moved:
         """See `FarBlocks.begin_store`."""
         self._times_s.append(time.perf_counter())
-        stored = self._blocks.begin_store(memory, starts, seeds, lasting=lasting)
+        return self._until(self._blocks.begin_store(memory, starts, seeds, lasting=lasting))
 
-        def end() -> list[int]:
-            checksums = stored()
+    def _until(self, moved: Moved) -> Moved:
+        def end() -> NDArray[np.uint64]:
+            checksums = moved()
             self._times_s.append(time.perf_counter())
             return checksums
 
@@ -138,6 +149,11 @@ class CacheBlocks:
         """Zeros where blocks are loaded."""
         self._pages[:, self.targets] = 0
         require_gpu().cuda.runtime.deviceSynchronize()
+
+    def match(self) -> None:
+        """`clear`, and then what an engine's scheduler does before its worker loads: the service is awake after it."""
+        self.clear()
+        self.keyspace.match(self.saved)
 
     def check(self) -> None:
         """Raises KvpoolError unless the loaded blocks are the saved ones, byte for byte."""

@@ -108,7 +108,11 @@ def _transfers(
     blocks = CacheBlocks(keyspace, memory, shape.blocks, shape.layers, name, copy_engine=shape.copy_engine)
     copy = _PeerCopy(cupy, shape.moved_bytes, theirs)
     blocks.save()
-    for what, move, prepare in (("load", blocks.load, blocks.clear), ("save", blocks.write, blocks.reserve)):
+    for what, move, prepare in (
+        ("load", blocks.load, blocks.clear),
+        ("load after match", blocks.load, blocks.match),
+        ("save", blocks.write, blocks.reserve),
+    ):
         blocks.moved_s = []
 
         def limit() -> None:
@@ -124,7 +128,7 @@ def _transfers(
             moved_gbps=rounded(shape.moved_bytes / GB / percentile(blocks.moved_s[1:], 50)),
             target_gbps=shape.target_gbps,
         )
-        if what == "load":
+        if move == blocks.load:
             blocks.check()
     blocks.clear()
     blocks.load()

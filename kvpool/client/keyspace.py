@@ -1,13 +1,14 @@
 """One namespace of a pool: match, load, store."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 from kvpool.client.buffers import Buffers, blocks_of
 from kvpool.client.granted import GrantBook
-from kvpool.client.loading import load_blocks, miss_reason, reason_of
+from kvpool.client.loading import load_blocks
+from kvpool.client.locating import miss_reason, reason_of
 from kvpool.client.results import LoadResult, Match, Reservation, StoreResult, WriteResult
 from kvpool.client.storing import abort_blocks, reserve_blocks, store_blocks, write_shard
 from kvpool.core.errors import (
@@ -24,10 +25,11 @@ from kvpool.core.keys import NO_PARENT, HashesLike, pack_hashes
 from kvpool.core.limits import HASH_BYTES, LEASE_S_MAX, MATCH_BLOCKS_MAX
 from kvpool.core.namespace import Namespace
 from kvpool.ops.failpoints import failpoint
-from kvpool.ops.tracing import Tracer
+from kvpool.ops.tracing import OpenSpan, Tracer
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.wire.messages import (
     Done,
+    LocateReply,
     LocateRequest,
     MatchReply,
     MatchRequest,
@@ -254,6 +256,19 @@ class Keyspace:
             return self._client._meta.call(request, reply_type, deadline, again=again)
         finally:
             self._took[type(request)](perf_counter() - began_s)
+
+    def _locate_calls(
+        self,
+        requests: Iterable[tuple[LocateRequest, OpenSpan]],
+        deadline: Deadline,
+        meanwhile: Callable[[], None],
+    ) -> Iterator[LocateReply]:
+        """See `MetaClient.calls`; the time that is counted is the time waited for each."""
+        answers, began_s = self._client._meta.calls(requests, LocateReply, deadline, meanwhile), perf_counter()
+        for answer in answers:
+            self._took[LocateRequest](perf_counter() - began_s)
+            yield answer
+            began_s = perf_counter()
 
     def _slice(self, hashes: HashesLike, first: int, buffers: int) -> bytes:
         packed = pack_hashes(hashes, MATCH_BLOCKS_MAX)

@@ -1,43 +1,41 @@
 """Loading: locate, read from each segment by its node's transport, and tell the directory of what was not there.
 
-A long slice is loaded in steps: while the blocks of one are read, the next ones are located.
+A long slice is loaded in steps: while the blocks of one are read, the next ones are located. Blocks in far memory are
+only begun in their step, since a device moves them by itself, and ended when all steps have begun.
 """
 
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.client.far import read_batch
+from kvpool.client.far import begin_batch
+from kvpool.client.locating import NO_COPIES, Copies, locate, locate_all, miss_reason
 from kvpool.client.nodes import Use
 from kvpool.client.results import LoadResult
 from kvpool.core.directory import DISK, MissReason
-from kvpool.core.errors import DeadlineError, KvpoolError, OverloadedError, ProtocolError, UsageError
+from kvpool.core.errors import DeadlineError, KvpoolError
 from kvpool.core.keys import hash_at, select_hashes
 from kvpool.core.limits import HASH_BYTES
 from kvpool.ops.failpoints import failpoint
 from kvpool.transport import ReadBatch, ReadStatus, Transport
-from kvpool.transport.blocks import Blocks
+from kvpool.transport.blocks import Blocks, FarBlocks
 from kvpool.transport.deadline import Deadline
-from kvpool.transport.wire.messages import (
-    Done,
-    LocateReply,
-    LocateRequest,
-    NodeInfo,
-    ReportBadRequest,
-    SegmentInfo,
-    unpack,
-)
+from kvpool.transport.wire.messages import Done, NodeInfo, ReportBadRequest, SegmentInfo
 
 if TYPE_CHECKING:
     from kvpool.client.keyspace import Keyspace
 
 STEP_BLOCKS = 512
 """Blocks located at a time."""
+
+FAR_STEP_BLOCKS, FAR_GROWTH, FAR_STEP_BLOCKS_MAX = 256, 4, 2048
+"""For far memory: blocks located first, since its link should not wait for longer, and each step disturbs what the
+device computes; how many times as many each further step has; and the most."""
 
 PATIENCE = 0.5
 """Part of the time left that a read gets while there are other copies to turn to."""
@@ -50,26 +48,8 @@ _REASONS = {
     ReadStatus.REFUSED: MissReason.NODE_DOWN,
 }
 
-
-_COLUMNS = ("block", "segment", "slot", "generation", "checksum")
-
-
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """Where the located blocks lie: one element a copy."""
-
-    block: NDArray[Any]
-    segment: NDArray[Any]
-    slot: NDArray[Any]
-    generation: NDArray[Any]
-    checksum: NDArray[Any]
-    reason: MissReason | None
-    """Why the next block was not located."""
-
-    each_once: bool
-
-    def only(self, wanted: NDArray[np.bool_]) -> "_Copies":
-        return replace(self, **{name: getattr(self, name)[wanted] for name in _COLUMNS})
+_Reasons = list[MissReason | None]
+"""Why each block was not loaded, or None."""
 
 
 def load_blocks(
@@ -81,27 +61,52 @@ def load_blocks(
     deadline: Deadline,
 ) -> LoadResult:
     """See `Keyspace.load`; ``packed`` ends with the last block wanted."""
-    client = keyspace._client
-    steps = [range(i, min(i + STEP_BLOCKS, len(destinations))) for i in range(0, len(destinations), STEP_BLOCKS)]
-    follow = client._tracer.follow
-    calls = [follow(partial(_locate, keyspace, packed, first, step, shard, deadline)) for step in steps]
-    reasons: list[MissReason | None] = []
-    for step, located in zip(steps, client._streams.ahead(calls), strict=True):
-        if isinstance(located, MissReason):
-            reasons += [located] * len(step)
-            continue
-        hashes = packed[(first + step.start) * HASH_BYTES : (first + step.stop) * HASH_BYTES]
-        load = _Load(keyspace, hashes, destinations.select(step), shard, deadline)
-        found = load.read(located)
+    far = isinstance(destinations, FarBlocks)
+    steps = _steps(len(destinations), far=far)
+    found = locate_all(keyspace, packed, first, steps, shard, destinations, deadline)
+    begun: deque[tuple[range, _Load]] = deque()
+    reasons: _Reasons = []
+
+    def end_first() -> None:
+        step, load = begun[0]
+        reasons.extend(load.end())
         if load.was_refused:  # with grants that are over: another locate brings new ones
             keyspace._grants.forget()
-            again = _locate(keyspace, packed, first, step, shard, deadline)
-            found = found if isinstance(again, MissReason) else load.read(again)
-        reasons += found
-    loaded = next((i for i, reason in enumerate(reasons) if reason is not None), len(reasons))
-    if loaded < len(reasons):
-        client._counters.missed(reasons)
-    return LoadResult(loaded, tuple(reasons), reasons.count(None) * keyspace.namespace.block_bytes)
+            again = locate(keyspace, packed, first, step, shard, deadline)
+            if not isinstance(again, MissReason):
+                load.begin(again)
+                reasons[step.start :] = load.end()
+        begun.popleft()
+
+    try:
+        for step, located in zip(steps, found, strict=True):
+            hashes = packed[(first + step.start) * HASH_BYTES : (first + step.stop) * HASH_BYTES]
+            load = _Load(keyspace, hashes, destinations.select(step), shard, deadline)
+            begun.append((step, load))
+            load.begin(located)
+            if not far:
+                end_first()
+        while begun:
+            end_first()
+    finally:
+        for _, load in begun:
+            load.wait()  # nothing may be written any more, whatever went wrong
+    held = loaded = reasons.count(None)
+    if held < len(reasons):
+        loaded = next(i for i, reason in enumerate(reasons) if reason is not None)
+        keyspace._client._counters.missed(reasons)
+    return LoadResult(loaded, tuple(reasons), held * keyspace.namespace.block_bytes)
+
+
+def _steps(blocks: int, *, far: bool) -> list[range]:
+    """``range(blocks)`` in steps."""
+    steps: list[range] = []
+    start = 0
+    count, growth, most = (FAR_STEP_BLOCKS, FAR_GROWTH, FAR_STEP_BLOCKS_MAX) if far else (STEP_BLOCKS, 1, STEP_BLOCKS)
+    while start < blocks:
+        steps.append(range(start, min(start + count, blocks)))
+        start, count = start + count, min(count * growth, most)
+    return steps
 
 
 def _whence(node: NodeInfo, segment: SegmentInfo, transport: Transport) -> dict[str, str]:
@@ -109,58 +114,10 @@ def _whence(node: NodeInfo, segment: SegmentInfo, transport: Transport) -> dict[
     return {"node": node.node_id, "tier": segment.medium, "transport": transport.name}
 
 
-def miss_reason(error: KvpoolError) -> MissReason:
-    """What a failure on the data path means to the caller."""
-    if isinstance(error, OverloadedError):
-        return MissReason.OVERLOADED
-    return MissReason.OVER_DEADLINE if isinstance(error, DeadlineError) else MissReason.NODE_DOWN
-
-
-def reason_of(said: str) -> MissReason | None:
-    """The reason that the service gave, if it gave one; raises ProtocolError for what is none."""
-    try:
-        return MissReason(said) if said else None
-    except ValueError as error:
-        raise ProtocolError(f"{said[:40]!r} is no reason of a miss: the service speaks another version") from error
-
-
-def _locate(
-    keyspace: "Keyspace", packed: bytes, first: int, step: range, shard: int, deadline: Deadline
-) -> _Copies | MissReason:
-    """Where the blocks of ``step`` lie, or why nobody can say; raises UsageError."""
-    meta, tracer = keyspace._client._meta, keyspace._client._tracer
-    upto = packed[: (first + step.stop) * HASH_BYTES]
-    request = LocateRequest(
-        keyspace.namespace.id, upto, first + step.start, shard, meta.topology.version, keyspace._grants.version
-    )
-    try:
-        with tracer.span("kvpool.locate", blocks=len(step)):
-            reply = keyspace._call(request, LocateReply, deadline)
-        copies = _copies(reply, len(step))
-    except UsageError:
-        raise
-    except KvpoolError as error:
-        return miss_reason(error)
-    meta.learn(reply.topology)
-    keyspace._grants.learn(reply.grants)
-    return copies
-
-
-def _copies(reply: LocateReply, wanted: int) -> _Copies:
-    """What the service says of ``wanted`` blocks; raises ProtocolError for what cannot be."""
-    count = len(reply.slots) // 4
-    blocks = unpack("blocks", reply.blocks, "<u4", count)
-    if count and int(blocks.max()) >= wanted:
-        raise ProtocolError(f"block {blocks.max()} was located, of {wanted}")
-    return _Copies(
-        blocks,
-        unpack("segments", reply.segments, "<u2", count),
-        unpack("slots", reply.slots, "<u4", count),
-        unpack("generations", reply.generations, "<u8", count),
-        unpack("checksums", reply.checksums, "<u8", count),
-        reason_of(reply.reason),
-        each_once=count == reply.count,
-    )
+def _indexes(blocks: NDArray[np.uint32]) -> Sequence[int]:
+    """Ascending indexes; a range where they follow one another, as they mostly do."""
+    first, last = int(blocks[0]), int(blocks[-1])
+    return range(first, last + 1) if last - first + 1 == len(blocks) else blocks.tolist()
 
 
 class _Load:
@@ -174,28 +131,43 @@ class _Load:
         self._destinations = destinations
         self._shard = shard
         self._deadline = deadline
-        self._reasons: list[MissReason | None] = []
+        self._reasons: _Reasons = []
+        self._rest = NO_COPIES
+        self._under_way: deque[Callable[[], None]] = deque()
         self.was_refused = False
 
-    def read(self, copies: _Copies) -> list[MissReason | None]:
-        """Read each block from its best copy, and what fails from the next one; why each was not loaded, or None."""
-        self._reasons = [copies.reason or MissReason.COLD] * len(self._destinations)
-        if copies.each_once:  # the usual case
-            self._read_each(copies, self._deadline)
-            return self._reasons
-        while len(copies.block):
-            chosen = self._best(copies)
-            rest = copies.only(~chosen)
-            try:
-                # A node that does not answer must leave time for another one.
-                deadline = self._deadline.part(PATIENCE) if len(rest.block) else self._deadline
-            except DeadlineError:
-                break  # each block has its reason already
-            self._read_each(copies.only(chosen), deadline)
-            copies = rest.only(np.array([self._reasons[b] is not None for b in rest.block.tolist()], np.bool_))
+    def begin(self, located: Copies | MissReason) -> None:
+        """Begin to read each block from its best copy; `end`, or `wait`, must be called."""
+        if isinstance(located, MissReason):
+            self._reasons, self._rest = [located] * len(self._destinations), NO_COPIES
+            return
+        self._reasons = [located.reason or MissReason.COLD] * len(self._destinations)
+        if located.each_once:  # the usual case
+            self._begin_each(located, NO_COPIES)
+        else:
+            self._begin_best(located)
+
+    def end(self) -> _Reasons:
+        """End that, and read what failed from the next copy."""
+        self.wait()
+        while len(self._rest.block):
+            wanted = np.array([self._reasons[b] is not None for b in self._rest.block.tolist()], np.bool_)
+            if not wanted.any():
+                break
+            self._begin_best(self._rest.only(wanted))
+            self.wait()
         return self._reasons
 
-    def _best(self, copies: _Copies) -> NDArray[np.bool_]:
+    def wait(self) -> None:
+        """End what is under way: nothing is written any more."""
+        while self._under_way:
+            self._under_way.popleft()()
+
+    def _begin_best(self, copies: Copies) -> None:
+        chosen = self._best(copies)
+        self._begin_each(copies.only(chosen), copies.only(~chosen))
+
+    def _best(self, copies: Copies) -> NDArray[np.bool_]:
         """One copy of each block: the one that is nearest, and there the one whose node has the least to do."""
         client = self._keyspace._client
         numbers = np.unique(copies.segment)
@@ -208,44 +180,84 @@ class _Load:
         chosen[order[first_of]] = True
         return chosen
 
-    def _read_each(self, copies: _Copies, deadline: Deadline) -> None:
+    def _begin_each(self, copies: Copies, rest: Copies) -> None:
+        """Begin to read from each segment; ``rest`` are further copies of the same blocks."""
+        self._rest = rest
+        try:
+            # A node that does not answer must leave time for another one.
+            deadline = self._deadline.part(PATIENCE) if len(rest.block) else self._deadline
+        except DeadlineError:
+            self._rest = NO_COPIES  # each block has its reason already
+            return
         segments = set(copies.segment.tolist())
         for number in segments:
             some = copies if len(segments) == 1 else copies.only(copies.segment == number)
-            self._read_segment(number, some, deadline)
+            self._begin_segment(number, some, deadline)
 
-    def _read_segment(self, number: int, copies: _Copies, deadline: Deadline) -> None:
-        client, blocks = self._keyspace._client, copies.block.tolist()
+    def _begin_segment(self, number: int, copies: Copies, deadline: Deadline) -> None:
+        client, blocks = self._keyspace._client, _indexes(copies.block)
         try:
             node, segment = client._nodes.find(number, client._meta.topology)
             transport = client._nodes.transport(node, deadline, Use.READ)
             batch = self._batch(node, segment.segment_id, copies, blocks, self._destinations.select(blocks))
             failpoint("client.read.before_copy")
-            with (
-                client._nodes.reading(node, len(blocks) * batch.block_bytes),
-                client._tracer.span("kvpool.read", **_whence(node, segment, transport), blocks=len(blocks)),
-            ):
-                began_s = time.perf_counter()
-                statuses = read_batch(transport, batch, segment.medium, deadline)
-                client._counters.times["read"].observe(time.perf_counter() - began_s)
+            span = client._tracer.begin("kvpool.read", **_whence(node, segment, transport), blocks=len(blocks))
+            over = client._nodes.reading(node, len(blocks) * batch.block_bytes)
+            began_s = time.perf_counter()
+            try:
+                with span.at_hand():
+                    reading = begin_batch(transport, batch, segment.medium, deadline)
+            except BaseException:
+                over()
+                span.end()
+                raise
         except KvpoolError as error:
-            for block in blocks:
-                self._reasons[block] = miss_reason(error)
+            self._fail(blocks, error)
             return
+
+        def end() -> None:
+            try:
+                with span.at_hand():
+                    statuses = reading()
+            except KvpoolError as error:
+                self._fail(blocks, error)
+                return
+            finally:
+                over()
+                span.end()
+            client._counters.times["read"].observe(time.perf_counter() - began_s)
+            failed = ReadStatus.FAILED in statuses or ReadStatus.LATE in statuses
+            client._nodes.judge(node, Use.READ, deadline, failed=failed)
+            self._settle(node, segment, transport, copies, blocks, statuses)
+
+        self._under_way.append(end)
+
+    def _fail(self, blocks: Sequence[int], error: KvpoolError) -> None:
+        for block in blocks:
+            self._reasons[block] = miss_reason(error)
+
+    def _settle(
+        self,
+        node: NodeInfo,
+        segment: SegmentInfo,
+        transport: Transport,
+        copies: Copies,
+        blocks: Sequence[int],
+        statuses: bytearray,
+    ) -> None:
+        """Take what was read, and report the copies that are bad in memory of our own too."""
         self.was_refused |= ReadStatus.REFUSED in statuses
-        failed = ReadStatus.FAILED in statuses or ReadStatus.LATE in statuses
-        client._nodes.judge(node, Use.READ, deadline, failed=failed)
         way = DISK if segment.medium == DISK else transport.name
         verified, bad = statuses.count(ReadStatus.OK), statuses.count(ReadStatus.BAD)
-        with client._tracer.span("kvpool.verify", verified_blocks=verified, bad_blocks=bad):
+        with self._keyspace.tracer.span("kvpool.verify", verified_blocks=verified, bad_blocks=bad):
             self._take(way, segment.segment_id, copies, blocks, statuses)
-            for i in np.flatnonzero(np.frombuffer(statuses, np.uint8) == ReadStatus.BAD).tolist():
+            for i in np.flatnonzero(np.frombuffer(statuses, np.uint8) == ReadStatus.BAD).tolist() if bad else ():
                 with suppress(KvpoolError):  # the client is closing
                     if self._again(transport, node, segment.segment_id, copies, blocks, i) == ReadStatus.BAD:
                         self._report(segment.segment_id, blocks[i], copies, i)
 
     def _again(
-        self, transport: Transport, node: NodeInfo, segment_id: bytes, copies: _Copies, blocks: list[int], i: int
+        self, transport: Transport, node: NodeInfo, segment_id: bytes, copies: Copies, blocks: Sequence[int], i: int
     ) -> int:
         """Read a bad copy once more into memory of our own.
 
@@ -258,7 +270,7 @@ class _Load:
         return transport.read(batch, self._deadline)[0]
 
     def _batch(
-        self, node: NodeInfo, segment_id: bytes, copies: _Copies, blocks: list[int], destinations: Blocks
+        self, node: NodeInfo, segment_id: bytes, copies: Copies, blocks: Sequence[int], destinations: Blocks
     ) -> ReadBatch:
         namespace = self._keyspace.namespace
         return ReadBatch(
@@ -274,10 +286,13 @@ class _Load:
             grant=self._keyspace._grants.of(node.incarnation),
         )
 
-    def _take(self, way: str, segment_id: bytes, copies: _Copies, blocks: list[int], statuses: bytearray) -> None:
+    def _take(self, way: str, segment_id: bytes, copies: Copies, blocks: Sequence[int], statuses: bytearray) -> None:
         client = self._keyspace._client
         good = statuses.count(ReadStatus.OK)
         client._counters.loaded(way, good * self._keyspace.namespace.block_bytes)
+        if good == len(self._reasons):
+            self._reasons = [None] * good
+            return
         if good == len(blocks):
             for block in blocks:
                 self._reasons[block] = None
@@ -289,7 +304,7 @@ class _Load:
                 self._report(segment_id, block, copies, i)
         client._counters.unverified(statuses.count(ReadStatus.BAD))
 
-    def _report(self, segment_id: bytes, block: int, copies: _Copies, i: int) -> None:
+    def _report(self, segment_id: bytes, block: int, copies: Copies, i: int) -> None:
         block_hash, place = hash_at(self._hashes, block), (int(copies.slot[i]), int(copies.generation[i]))
         request = ReportBadRequest(self._keyspace.namespace.id, block_hash, segment_id, *place)
         with suppress(KvpoolError):  # whoever meets the block next reports it

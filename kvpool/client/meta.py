@@ -2,8 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import grpc
@@ -28,11 +30,12 @@ from kvpool.ops.addresses import split_address
 from kvpool.ops.channels import Channels
 from kvpool.ops.credentials import Credentials
 from kvpool.ops.grpc_server import TRACE_KEY
-from kvpool.ops.tracing import carried
+from kvpool.ops.tracing import OpenSpan, carried
 from kvpool.transport.backoff import full_jitter
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
 from kvpool.transport.pool import ConnectionPool, first_reachable
+from kvpool.transport.wire.connection import Connection
 from kvpool.transport.wire.messages import Message, NodeInfo, SegmentInfo, Topology
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
 
@@ -156,6 +159,43 @@ class MetaClient:
         time.sleep(min(full_jitter(RETRY_PAUSE_S), deadline.left_s()))
         return self._call_once(request, reply_type, deadline)
 
+    def calls(
+        self,
+        requests: Iterable[tuple[Message, OpenSpan]],
+        reply_type: type[Reply],
+        deadline: Deadline,
+        meanwhile: Callable[[], None],
+    ) -> Iterator[Reply]:
+        """Hot calls over one connection: the service works on the next while the caller uses an answer.
+
+        Requests are drawn when they are sent, each with the step that it is of, which ends with the answer, or the
+        calls. While the first is awaited, ``meanwhile`` is called. Raises as `call`, at the first call that fails;
+        nothing is tried again.
+        """
+        if not self._breaker.allows():
+            raise UnavailableError(f"{self.uri} did not answer lately; it is tried again within a second")
+        pool: ConnectionPool | None = None
+        unposted, posted = iter(requests), deque[OpenSpan]()
+        try:
+            pool = self.find(deadline)
+            with pool.connection(deadline.left_s()) as connection:
+                _post(connection, islice(unposted, 2), posted, deadline)
+                meanwhile()
+                while posted:
+                    self.budget.called()
+                    with posted[0].at_hand():
+                        reply = connection.collect(reply_type, deadline.left_s())
+                    posted.popleft().end()
+                    yield reply
+                    _post(connection, islice(unposted, 1), posted, deadline)
+        except KvpoolError as error:
+            self._judge(error, pool, deadline)
+            raise
+        finally:
+            for step in posted:
+                step.end()
+        self._breaker.succeeded()
+
     def find(self, deadline: Deadline) -> ConnectionPool:
         """Connections to the framed protocol; asks gRPC where it is when there are none."""
         return self._pools.get(_FRAMED, partial(self._find, deadline), deadline)
@@ -226,6 +266,15 @@ class MetaClient:
         if isinstance(raised, UnavailableError) and not isinstance(raised, OverloadedError):
             return type(raised)(f"pool {self.uri} cannot be reached: {raised}; check that `kvpool meta` runs there")
         return raised
+
+
+def _post(
+    connection: Connection, requests: Iterable[tuple[Message, OpenSpan]], posted: deque[OpenSpan], deadline: Deadline
+) -> None:
+    for request, step in requests:
+        posted.append(step)
+        with step.at_hand():
+            connection.post(request, deadline.left_s())
 
 
 def _topology(message: common_pb2.Topology) -> Topology:

@@ -4,8 +4,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from operator import methodcaller
@@ -101,16 +100,11 @@ class Nodes:
         tie = random.random()  # noqa: S311 - spreads load, keeps no secret
         return fails, segment.medium == DISK, not self._is_local(node), self._reading_bytes[node.incarnation], tie
 
-    @contextmanager
-    def reading(self, node: NodeInfo, size_bytes: int) -> Iterator[None]:
-        """While bytes are read from ``node``."""
+    def reading(self, node: NodeInfo, size_bytes: int) -> Callable[[], None]:
+        """Bytes are read from ``node``, until what is returned is called."""
         with self._lock:
             self._reading_bytes[node.incarnation] += size_bytes
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._reading_bytes[node.incarnation] -= size_bytes
+        return partial(self._has_read, node.incarnation, size_bytes)
 
     def judge(self, node: NodeInfo, use: Use, deadline: Deadline, *, failed: bool) -> None:
         """A call ended; where it failed or was late, others are better for a while."""
@@ -145,6 +139,10 @@ class Nodes:
         """Close all transports."""
         self._transports.close()
         self._ways.close()
+
+    def _has_read(self, incarnation: int, size_bytes: int) -> None:
+        with self._lock:
+            self._reading_bytes[incarnation] -= size_bytes
 
     def _is_local(self, node: NodeInfo) -> bool:
         """Whether the node is reached, or could be, without a network."""

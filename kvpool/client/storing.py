@@ -225,7 +225,8 @@ def _write_segment(
     try:
         node, segment = client._nodes.find(number, client._meta.topology)
         transport = client._nodes.transport(node, deadline, Use.WRITE)
-        batches = [
+        reaches_far = transport.reaches_far  # of all batches: some may be moved together
+        batches = (
             WriteBatch(
                 grant=grant.grant,
                 reservation=reservation.number,
@@ -234,16 +235,17 @@ def _write_segment(
                 block_bytes=namespace.block_bytes,
                 shard=grant.shard,
                 hashes=select_hashes(reservation.hashes, some),
-                sources=within_reach(sources.select(some), transport, segment.medium),
+                sources=within_reach(sources.select(some), reaches_far, segment.medium),
             )
             for grant, some in zip(grants, blocks, strict=True)
-        ]
+        )
         where = {"node": node.node_id, "transport": transport.name}
         count = sum(map(len, blocks))
         with client._tracer.span("kvpool.write", **where, reservation=reservation.number, blocks=count):
             began_s = time.perf_counter()
             statuses = transport.write(batches, deadline)
             client._counters.times["write"].observe(time.perf_counter() - began_s)
+        statuses += [bytearray([WriteStatus.FAILED]) * len(some) for some in blocks[len(statuses) :]]
     except KvpoolError:
         return [bytearray([WriteStatus.FAILED]) * len(some) for some in blocks]
     client._nodes.judge(node, Use.WRITE, deadline, failed=any(WriteStatus.FAILED in status for status in statuses))

@@ -5,6 +5,7 @@ the GPU over what arrived there.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from kvpool.core.errors import InvalidBufferError, UnavailableError
 from kvpool.gpu.layout import PageRuns, check_for_gpu
 from kvpool.gpu.need import require_gpu
-from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks, Seeds, Stored
+from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks, Moved, Seeds
 
 
 class GpuCache:
@@ -101,7 +102,7 @@ class GpuCache:
             raise InvalidBufferError(
                 f"blocks {chosen.min()} to {chosen.max()} were given; the cache has 0 to {self.runs.blocks - 1}"
             )
-        if len(np.unique(chosen)) < len(chosen):
+        if len(set(chosen.tolist())) < len(chosen):
             raise InvalidBufferError("a block of the cache was given twice; it can hold only one")
         return GpuBlocks(self, chosen.astype(np.uint64))
 
@@ -127,16 +128,32 @@ class GpuBlocks(FarBlocks):
 
     def select(self, blocks: Sequence[int]) -> "GpuBlocks":
         """See `Blocks.select`."""
+        if isinstance(blocks, range) and blocks.step == 1:
+            return GpuBlocks(self._cache, self._ids[blocks.start : blocks.stop])
         return GpuBlocks(self._cache, self._ids[np.asarray(blocks, np.intp)])
 
-    def load(
+    def joined(self, others: Sequence[FarBlocks]) -> "GpuBlocks":
+        """See `FarBlocks.joined`."""
+        return GpuBlocks(self._cache, np.concatenate([b._ids for b in (self, *others) if isinstance(b, GpuBlocks)]))
+
+    def expect_load(self) -> None:
+        """See `FarBlocks.expect_load`."""
+        with suppress(UnavailableError):  # the load itself will say so
+            self._cache._loads.rehearse(self._ids)
+
+    def expect_store(self) -> None:
+        """See `FarBlocks.expect_store`."""
+        with suppress(UnavailableError):
+            self._cache._stores.rehearse(self._ids)
+
+    def begin_load(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
-    ) -> list[int]:
-        """See `FarBlocks.load`."""
-        return self._cache._loads.begin(memory, starts, self._ids, seeds, lasting=lasting)()
+    ) -> Moved:
+        """See `FarBlocks.begin_load`."""
+        return self._cache._loads.begin(memory, starts, self._ids, seeds, lasting=lasting)
 
     def begin_store(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
-    ) -> Stored:
+    ) -> Moved:
         """See `FarBlocks.begin_store`."""
         return self._cache._stores.begin(memory, starts, self._ids, seeds, lasting=lasting)

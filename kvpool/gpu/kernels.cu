@@ -115,6 +115,13 @@ __device__ inline void move(char *cache, const u64 *offsets, u64 stride, const u
     }
 }
 
+// Ids, seeds and places of `blocks` blocks, a row each of `capacity`, out of page-locked host memory: a copy of them
+// would wait in the copy engine behind all that is on its way.
+extern "C" __global__ void fetch(u64 *table, const u64 *host, u64 capacity, u64 blocks) {
+    const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < 3 * blocks) table[i / blocks * capacity + i % blocks] = host[i / blocks * capacity + i % blocks];
+}
+
 // Contiguous blocks to their pages.
 extern "C" __global__ void scatter(char *cache, const u64 *offsets, u64 stride, const u64 *ids, char *packed,
                                    const u64 *places, const u64 *seeds, u64 *sums, u64 blocks) {

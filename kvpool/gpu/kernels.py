@@ -10,6 +10,7 @@ from kvpool.gpu.layout import PageRuns
 MOVE_THREADS = 512
 """A thread block on each multiprocessor reads at 3.1 TB/s with so many threads; the fewest that come near the limit."""
 
+FETCH_THREADS = 128
 FOLD_THREADS = 32
 KIB_SUM_BYTES = 64
 """What is summed of each KiB: eight accumulators."""
@@ -33,6 +34,7 @@ class Kernels:
         options = ("-std=c++17", f"-DPAGE_BYTES={runs.size_bytes}ull", f"-DBLOCK_BYTES={runs.block_bytes}ull")
         module = cupy.RawModule(code=source, options=options)
         self._moves = {name: module.get_function(name) for name in ("scatter", "gather", "pull", "push", "sum")}
+        self._fetch = module.get_function("fetch")
         self._fold = module.get_function("fold")
         self._merge = module.get_function("merge")
         offsets = cupy.asarray(np.array(runs.offsets, np.uint64))
@@ -48,6 +50,11 @@ class Kernels:
         grid = min(self._multiprocessors, -(-blocks * self._work // MOVE_THREADS))
         where = (*map(np.uint64, (ids, packed, places, seeds, sums, blocks)),)
         self._moves[name]((grid,), (MOVE_THREADS,), (*self._cache, *where))
+
+    def fetch(self, table: int, host: int, capacity: int, blocks: int) -> None:
+        """Ids, seeds and places of ``blocks`` blocks, a row each of ``capacity``, from page-locked ``host``."""
+        grid = -(-3 * blocks // FETCH_THREADS)
+        self._fetch((grid,), (FETCH_THREADS,), (*map(np.uint64, (table, host, capacity, blocks)),))
 
     def finish(self, blocks: int, sums: int, seeds: int, accumulators: int, checksums: int) -> None:
         """Checksums of the blocks whose sums lie at ``sums``; all but the first argument are addresses on the GPU."""

@@ -11,7 +11,7 @@ Nothing here uses the compute stream or waits on it: callers wait for what compu
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from kvpool.gpu.copies import Addresses, Copies, CopyEngine, packed_copies, page
 from kvpool.gpu.kernels import Kernels, sums_bytes
 from kvpool.gpu.layout import PageRuns
 from kvpool.gpu.pinning import PIECE_BYTES, pinned
-from kvpool.transport.blocks import Bytes, DeviceMemory, Seeds, Stored
+from kvpool.transport.blocks import Bytes, DeviceMemory, Moved, Seeds
 
 log = logging.getLogger("kvpool.gpu")
 
@@ -34,10 +34,13 @@ CALL_BLOCKS = 4_096
 """Bytes and blocks that are moved and then checked in one go; longer calls are cut."""
 
 PART_BYTES = 16 << 20
-"""Bytes of one staging buffer, or of one list of copies: large enough for the link's full speed."""
+"""Bytes of one staging buffer: large enough for the link's full speed."""
 
-CHECK_BYTES = 128 << 20
-"""Copied bytes that one launch sums: few launches disturb computing little, the last one delays a call little."""
+LIST_PAGES = 256
+"""Pages of one list of copies: longer lists are slower, shorter ones cost a processor more."""
+
+CHECK_BYTES = 256 << 20
+"""Copied bytes that one launch sums: each one disturbs what the GPU computes, and a call waits for the last."""
 
 RING = 2
 
@@ -50,16 +53,18 @@ ENGINE_PAGE_BYTES = 64 << 10
 link needs for them."""
 
 PEER_PAGE_BYTES = 1 << 20
-"""Least page that is loaded by the copy engine from another GPU, whose link is so much faster."""
+"""Least page that is loaded by the copy engine from another GPU, whose link is so much faster. On one GPU kernels are
+faster, whatever the page."""
 
 
 class _Call:
     """What one call needs of its own: ids, seeds, places and checksums; and when it has ended.
 
-    The kernels write the checksums straight into host memory: a copy would queue behind those of the next blocks.
+    Kernels fetch the ones from host memory and write the others there: a copy would wait behind those of the blocks.
     """
 
     def __init__(self, blocks: int) -> None:
+        self._capacity = blocks
         self._table = cupy.empty((3, blocks), np.uint64)
         locked = cupy.cuda.alloc_pinned_memory(4 * blocks * self._table.itemsize)
         self._host: NDArray[np.uint64] = np.frombuffer(locked, np.uint64, 4 * blocks).reshape(4, blocks)
@@ -77,22 +82,21 @@ class _Call:
         self.count = len(ids)
         self._unsent = ids, starts, seeds
 
-    def send(self, stream: int) -> None:
-        """Ids, seeds and places to the GPU, unless they are there."""
+    def send(self, kernels: Kernels) -> None:
+        """Ids, seeds and places to the GPU, unless they are there, on the current stream."""
         if self._unsent is not None:
             ids, starts, seeds = self._unsent
             self._host[0, : self.count] = ids
             self._host[1, : self.count] = seeds()
             self._host[2, : self.count] = starts
-            cupy.cuda.runtime.memcpyAsync(self.ids, self._host.ctypes.data, self._table.nbytes, TO_GPU, stream)
+            kernels.fetch(self.ids, self._host.ctypes.data, self._capacity, self.count)
             self._unsent = None
 
-    def checksums(self) -> list[int]:
+    def checksums(self) -> Addresses:
         """The checksums, once all has been moved and checked: sleeps while it is moved, then looks for the end."""
         self.copied.synchronize()
         self.ended.synchronize()
-        found: list[int] = self._host[3, : self.count].tolist()
-        return found
+        return self._host[3, : self.count].copy()
 
 
 class Lane:
@@ -122,6 +126,7 @@ class Lane:
         self._working = cupy.cuda.Stream(non_blocking=True, priority=-5)
         self._call_blocks = min(CALL_BLOCKS, max(1, CALL_BYTES // runs.block_bytes))
         self._part_blocks = max(1, PART_BYTES // runs.block_bytes)
+        self._list_blocks = max(1, LIST_PAGES // len(runs.offsets))
         self._check_blocks = max(1, CHECK_BYTES // runs.block_bytes)
         self._staging = cupy.empty(RING * self._part_blocks * runs.block_bytes, np.uint8)
         self._free: list[Any] = [None] * RING
@@ -133,7 +138,7 @@ class Lane:
 
     def begin(
         self, memory: Bytes | DeviceMemory, starts: Addresses, ids: Addresses, seeds: Seeds, *, lasting: bool
-    ) -> Stored:
+    ) -> Moved:
         """Begin to move blocks ``ids`` from or to ``starts`` in the pool's memory.
 
         Args:
@@ -153,7 +158,7 @@ class Lane:
         move = self._mover(memory, lasting=lasting)
         begun: list[_Call] = []
         with self._lock, self._errors():
-            for blocks in _spans(len(ids), self._call_blocks):
+            for blocks in _spans(range(len(ids)), self._call_blocks):
                 some = slice(blocks.start, blocks.stop)
                 call = self._calls.pop() if self._calls else _Call(self._call_blocks)
                 begun.append(call)
@@ -162,11 +167,27 @@ class Lane:
                 self._check(call)
         return partial(self._end, begun, memory)
 
+    def rehearse(self, ids: Addresses) -> None:
+        """Begin with a block for nothing, while the caller waits for places; raises UnavailableError.
+
+        What a processor has not run for some ms takes it three times as long, and the link would wait for it.
+        """
+        one = ids[:1]
+        with self._lock, self._errors():
+            call = self._calls.pop() if self._calls else _Call(self._call_blocks)
+            call.take(one, one, lambda: [0])
+            packed_copies(self._runs.block_bytes, 0, one).within(0, PIECE_BYTES)
+            with self._working:
+                call.send(self._kernels)
+            call.copied = _mark(self._copying, block=True)
+            self._calls.append(call)  # what it fetches next is behind this on the stream
+
     def _mover(self, memory: Bytes | DeviceMemory, *, lasting: bool) -> Callable[[_Call, Addresses, Addresses], None]:
         """What moves blocks between ``memory`` and the cache."""
         if isinstance(memory, DeviceMemory):
             base = memory.address(self._device)
-            if self._engine is not None and self._runs.size_bytes >= PEER_PAGE_BYTES:
+            by_engine = self._engine is not None and self._runs.size_bytes >= PEER_PAGE_BYTES
+            if by_engine and not memory.is_on(self._device):
                 return partial(self._by_engine, base, base)
             return partial(self._by_reach, base)
         mapping = pinned(memory, self._device) if lasting else None
@@ -174,9 +195,9 @@ class Lane:
         where = memory.ctypes.data, mapping.origin if mapping is not None else 0
         return partial(self._by_engine if direct else self._by_kernel, *where)
 
-    def _end(self, begun: list[_Call], memory: Bytes | DeviceMemory) -> list[int]:
+    def _end(self, begun: list[_Call], memory: Bytes | DeviceMemory) -> Addresses:
         with self._errors():
-            checksums = [checksum for call in begun for checksum in call.checksums()]
+            checksums = np.concatenate([call.checksums() for call in begun])
         self._calls += begun
         del memory  # kept until now: a mapping that is dropped while it is copied from or to would go at once
         return checksums
@@ -212,18 +233,24 @@ class Lane:
         assert self._engine is not None
         host = starts + np.uint64(base)
         pages = len(self._runs.offsets)
-        for checked in _spans(len(ids), self._check_blocks):
+        # A processor is hardly faster with lists of pages than the link is: it needs a start.
+        staged = min(RING * self._part_blocks, len(ids)) if pages > 1 and self._copying.done else 0
+        self._stage(origin, call, host, range(staged))
+        for checked in _spans(range(staged, len(ids)), self._check_blocks):
             some = slice(checked.start, checked.stop)
             copies = page_copies(self._runs, self._address, ids[some], host[some])
-            for part in _spans(len(checked), self._part_blocks):
+            for part in _spans(range(len(checked)), self._list_blocks):
                 now = copies.part(part.start * pages, part.stop * pages).within(origin, PIECE_BYTES)
                 self._engine.copy(now.device, now.host, now.size_bytes, self._copying.ptr)
             self._working.wait_event(_mark(self._copying))
             self._move("sum", call, checked, 0)
 
     def _by_kernel(self, base: int, origin: int, call: _Call, starts: Addresses, ids: Addresses) -> None:
-        host = starts + np.uint64(base)
-        for part in _spans(len(ids), self._part_blocks):
+        self._stage(origin, call, starts + np.uint64(base), range(len(ids)))
+
+    def _stage(self, origin: int, call: _Call, host: Addresses, blocks: range) -> None:
+        """Move ``blocks`` of the call, which lie at ``host``, through the staging buffers."""
+        for part in _spans(blocks, self._part_blocks):
             buffer, self._parts = self._parts % RING, self._parts + 1
             at = self._staging.data.ptr + buffer * self._part_blocks * self._runs.block_bytes
             copies = packed_copies(self._runs.block_bytes, at, host[part.start : part.stop]).within(origin, PIECE_BYTES)
@@ -243,8 +270,8 @@ class Lane:
 
     def _move(self, kernel: str, call: _Call, blocks: range, packed: int) -> None:
         sums = self._sums.data.ptr + blocks.start * sums_bytes(self._runs.block_bytes)
-        call.send(self._working.ptr)
         with self._working:
+            call.send(self._kernels)
             ids, seeds, places = (rows + 8 * blocks.start for rows in (call.ids, call.seeds, call.places))
             self._kernels.move(kernel, len(blocks), ids, packed, places, seeds, sums)
 
@@ -256,13 +283,13 @@ class Lane:
             cupy.cuda.runtime.memcpyAsync(to, source, size_bytes, self._way, self._copying.ptr)
 
 
-def _spans(count: int, step: int) -> Iterator[range]:
-    """``range(count)`` in ranges of up to ``step``."""
-    for first in range(0, count, step):
-        yield range(first, min(first + step, count))
+def _spans(blocks: range, step: int) -> Iterator[range]:
+    """``blocks`` in ranges of up to ``step``."""
+    for first in range(blocks.start, blocks.stop, step):
+        yield range(first, min(first + step, blocks.stop))
 
 
-def _some_of(seeds: Seeds, some: slice) -> list[int]:
+def _some_of(seeds: Seeds, some: slice) -> Sequence[int] | Addresses:
     return seeds()[some]
 
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 
 import cupy
 import numpy as np
@@ -18,6 +19,9 @@ from kvpool.transport.devices import Copy, OwnMemory
 
 GRANULE_BYTES = 2 << 20
 """Allocated in multiples of this: smaller allocations share their memory, and their handle, with others."""
+
+IPC_HANDLE_BYTES = 64
+"""CUDA's part of a handle; the GPU's UUID follows, since CUDA does not say which one a mapped memory is of."""
 
 _TO_GPU = 1
 _TO_HOST = 2
@@ -51,7 +55,7 @@ class CudaMemory(OwnMemory):
             try:
                 self._address: int = cupy.cuda.runtime.malloc(whole_bytes)
                 cupy.cuda.runtime.memset(self._address, 0, whole_bytes)
-                self.handle: bytes = cupy.cuda.runtime.ipcGetMemHandle(self._address)
+                self.handle: bytes = cupy.cuda.runtime.ipcGetMemHandle(self._address) + _uuid(number)
                 self._stream = cupy.cuda.Stream(non_blocking=True)
                 cupy.cuda.runtime.deviceSynchronize()
             except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -102,7 +106,7 @@ class MappedMemory(DeviceMemory):
     """Another process's memory, mapped for each GPU of this process that uses it; see `DeviceMemory`. Thread-safe."""
 
     def __init__(self, handle: bytes, size_bytes: int) -> None:
-        self._handle = handle
+        self._handle, self._uuid = handle[:IPC_HANDLE_BYTES], handle[IPC_HANDLE_BYTES:]
         self._size_bytes = size_bytes
         self._lock = threading.Lock()
         self._addresses: dict[int, int] = {}
@@ -120,6 +124,10 @@ class MappedMemory(DeviceMemory):
                 found = self._addresses[device] = self._map(device)
             return found
 
+    def is_on(self, device: int) -> bool:
+        """See `DeviceMemory.is_on`."""
+        return self._uuid == _uuid(device)
+
     def _map(self, device: int) -> int:
         with cupy.cuda.Device(device) as gpu:
             try:
@@ -131,6 +139,11 @@ class MappedMemory(DeviceMemory):
                     "same container or with its process names, and both GPUs must reach each other"
                 ) from error
         return address
+
+
+@cache
+def _uuid(device: int) -> bytes:
+    return bytes(cupy.cuda.runtime.getDeviceProperties(device)["uuid"])
 
 
 def _unmap(addresses: dict[int, int]) -> None:

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind
 
-from kvpool.ops.tracing import Result, Span, Tracer, Value, _current, parse_trace
+from kvpool.ops.tracing import OpenSpan, Result, Span, Tracer, Value, _current, parse_trace
 from kvpool.ops.version import __version__
 
 _UNNAMED = "unknown_service"
@@ -44,6 +44,10 @@ class OtelTracer(Tracer):
         """See `Tracer.span`."""
         return self._recorded(name, SpanKind.INTERNAL, None, attributes)
 
+    def begin(self, name: str, **attributes: Value) -> OpenSpan:
+        """See `Tracer.begin`."""
+        return self._begin(name, SpanKind.INTERNAL, None, attributes)
+
     def serve(self, name: str, trace: str) -> AbstractContextManager[Span]:
         """See `Tracer.serve`."""
         if not parse_trace(trace):
@@ -63,17 +67,43 @@ class OtelTracer(Tracer):
     def _recorded(
         self, name: str, kind: SpanKind, parent: otel_context.Context | None, attributes: Mapping[str, Value]
     ) -> Iterator[Span]:
-        with self._tracer.start_as_current_span(name, context=parent, kind=kind) as span:
-            if not span.is_recording():
+        begun = self._begin(name, kind, parent, attributes)
+        try:
+            with begun.at_hand() as span:
+                yield span
+        finally:
+            begun.end()
+
+    def _begin(
+        self, name: str, kind: SpanKind, parent: otel_context.Context | None, attributes: Mapping[str, Value]
+    ) -> "_Open":
+        span = self._tracer.start_span(name, context=parent, kind=kind)
+        if span.is_recording():
+            _Recorded(span).set(**attributes)
+        return _Open(span)
+
+
+class _Open(OpenSpan):
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+
+    @contextmanager
+    def at_hand(self) -> Iterator[Span]:
+        """See `OpenSpan.at_hand`."""
+        with trace.use_span(self._span):
+            if not self._span.is_recording():
                 yield Span()
                 return
-            recorded = _Recorded(span)
-            recorded.set(**attributes)
-            token = _current.set(_shown(span.get_span_context()))
+            token = _current.set(_shown(self._span.get_span_context()))
             try:
-                yield recorded
+                yield _Recorded(self._span)
             finally:
                 _current.reset(token)
+
+    def end(self) -> None:
+        """See `OpenSpan.end`."""
+        if self._span.is_recording():
+            self._span.end()
 
 
 class _Recorded(Span):

@@ -38,12 +38,30 @@ class Span:
 _NOTHING = nullcontext(Span())
 
 
+class OpenSpan:
+    """A step that others may overlap, since it is at hand only now and then; this one is not recorded."""
+
+    def at_hand(self) -> AbstractContextManager[Span]:
+        """Work on it, as long as the ``with`` statement: what begins there is part of it."""
+        return _NOTHING
+
+    def end(self) -> None:
+        """It is over; calling this again is harmless."""
+
+
+_UNRECORDED = OpenSpan()
+
+
 class Tracer:
     """Makes spans; this one makes none."""
 
     def span(self, name: str, **attributes: Value) -> AbstractContextManager[Span]:
         """A step that lasts as long as the ``with`` statement, part of the one around it."""
         return _NOTHING
+
+    def begin(self, name: str, **attributes: Value) -> OpenSpan:
+        """A step that lasts until the caller ends it, part of the one at hand."""
+        return _UNRECORDED
 
     def serve(self, name: str, trace: str) -> AbstractContextManager[Span]:
         """The same, part of a caller's step in another process; nothing where ``trace`` is not one."""

@@ -1,6 +1,6 @@
 """How block bytes move between clients and store nodes. One file per transport; `registry` knows them by URI scheme."""
 
-from kvpool.transport.base import ReadBatch, ReadStatus, Target, Transport, WriteBatch, WriteStatus
+from kvpool.transport.base import ReadBatch, Reading, ReadStatus, Target, Transport, WriteBatch, WriteStatus
 from kvpool.transport.registry import SCHEMES, open_transport, scheme_of
 from kvpool.transport.ways import LOCAL_SCHEMES, Ways
 
@@ -9,6 +9,7 @@ __all__ = [
     "SCHEMES",
     "ReadBatch",
     "ReadStatus",
+    "Reading",
     "Target",
     "Transport",
     "Ways",

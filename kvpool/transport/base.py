@@ -1,14 +1,14 @@
 """What a transport promises: moving batches of blocks between the caller's buffers and one node's slots."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.core.checksum import block_seeds
+from kvpool.core.checksum import block_seed_array, block_seeds
 from kvpool.core.keys import select_hashes
 from kvpool.ops.credentials import TlsPeer
 from kvpool.transport.blocks import Blocks
@@ -41,6 +41,10 @@ def verdicts(found: Sequence[int], expected: Sequence[int]) -> bytearray:
     if found == expected:
         return bytearray(len(found))
     return bytearray(ReadStatus.OK if f == e else ReadStatus.BAD for f, e in zip(found, expected, strict=True))
+
+
+Reading = Callable[[], bytearray]
+"""Waits for a read that was begun; a `ReadStatus` for each block. It may raise UnavailableError."""
 
 
 class WriteStatus(IntEnum):
@@ -114,6 +118,10 @@ class ReadBatch:
     def seeds(self) -> list[int]:
         """Checksum seed of each block."""
         return block_seeds(self.namespace_seed, self.hashes, self.shard, self.generations, self.block_bytes)
+
+    def seed_array(self) -> NDArray[np.uint64]:
+        """`seeds`, faster for many blocks."""
+        return block_seed_array(self.namespace_seed, self.hashes, self.shard, self.generations, self.block_bytes)
 
     def select(self, blocks: Sequence[int]) -> "ReadBatch":
         """The same for some of the blocks (indexes, ascending)."""
@@ -193,9 +201,17 @@ class Transport(ABC):
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """Read the batch's blocks; one `ReadStatus` each, by ``deadline``."""
 
+    def begin_read(self, batch: ReadBatch, deadline: Deadline) -> Reading:
+        """`read`, but copies that a device makes by itself are only begun. What is returned must be called."""
+        statuses = self.read(batch, deadline)
+        return lambda: statuses
+
     @abstractmethod
-    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
-        """Prepare, write and commit the blocks of some grants; one `WriteStatus` each, by ``deadline``."""
+    def write(self, batches: Iterable[WriteBatch], deadline: Deadline) -> list[bytearray]:
+        """Prepare, write and commit the blocks of some grants; one `WriteStatus` each, by ``deadline``.
+
+        Batches are drawn as they are sent; KvpoolError that drawing one raises ends the write with those before.
+        """
 
     def reach(self, segment_id: bytes, deadline: Deadline) -> None:  # noqa: B027 - most have nothing to do
         """Do what a first read of the segment begins with, so that ``carrier`` is known; raises KvpoolError."""

@@ -14,9 +14,9 @@ Pieces = list[memoryview]
 
 Bytes = NDArray[np.uint8]
 
-Seeds = Callable[[], list[int]]
+Seeds = Callable[[], Sequence[int] | NDArray[np.uint64]]
 
-Stored = Callable[[], list[int]]
+Moved = Callable[[], NDArray[np.uint64]]
 """Waits for copies that were begun; the checksums of their blocks."""
 
 
@@ -77,6 +77,11 @@ class DeviceMemory(ABC):
     def address(self, device: int) -> int:
         """Where it begins for the device ``device``; raises UnavailableError when that cannot reach it."""
 
+    def is_on(self, device: int) -> bool:
+        """Whether it is the memory of ``device`` itself."""
+        del device
+        return False
+
 
 class FarBlocks(Blocks, ABC):
     """Memory of blocks that the processor cannot reach, such as a GPU's: it moves its own bytes, and checks them.
@@ -93,15 +98,28 @@ class FarBlocks(Blocks, ABC):
     def select(self, blocks: Sequence[int]) -> "FarBlocks":
         """See `Blocks.select`."""
 
+    @abstractmethod
+    def joined(self, others: "Sequence[FarBlocks]") -> "FarBlocks":
+        """These blocks and then ``others``, which are of the same memory."""
+
     def pieces(self, block: int) -> Pieces:
         """Never: there is nothing here that can be viewed."""
         raise TypeError(f"block {block} is not in host memory")
 
+    def expect_load(self) -> None:
+        """These blocks, or some of them, are about to be loaded: what can be got ready without their places, can be."""
+
+    def expect_store(self) -> None:
+        """The same for a store."""
+
     @abstractmethod
-    def load(
+    def begin_load(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
-    ) -> list[int]:
-        """Copy the blocks that begin at ``starts`` in ``memory`` here; the checksum of each over what arrived.
+    ) -> Moved:
+        """Begin to copy the blocks that begin at ``starts`` in ``memory`` here.
+
+        What is returned must be called: it waits for the copies, and answers the checksum of each block over what
+        arrived.
 
         Args:
             memory: Host memory, or a device's, in which the blocks lie.
@@ -110,14 +128,14 @@ class FarBlocks(Blocks, ABC):
             lasting: Whether ``memory`` is a mapping that will be used again, and so worth preparing.
 
         Raises:
-            UnavailableError: The device refuses; nothing more is written then.
+            UnavailableError: The device refuses; nothing more is written then. The call that waits may raise it too.
         """
 
     @abstractmethod
     def begin_store(
         self, memory: Bytes | DeviceMemory, starts: NDArray[np.uint64], seeds: Seeds, *, lasting: bool
-    ) -> Stored:
-        """Begin to copy these blocks to ``starts`` in ``memory``; as `load` else.
+    ) -> Moved:
+        """Begin to copy these blocks to ``starts`` in ``memory``; as `begin_load` else.
 
         What is returned must be called before ``memory`` is used or given back: it waits for the copies, and answers
         the checksum of each block as it was read here.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.ops.failpoints import failpoint
-from kvpool.transport.blocks import Blocks, Bytes, DeviceMemory, FarBlocks, Pieces, Stored
+from kvpool.transport.blocks import Blocks, Bytes, DeviceMemory, FarBlocks, Moved, Pieces
 
 GROUP_BYTES = 1 << 20
 """Neighbouring small blocks are copied together up to this, then hashed one by one: a copy gets faster up to 1 MiB."""
@@ -55,12 +55,12 @@ def store_slots(payload: Bytes, slots: NDArray[np.uint32], blocks: Blocks, seeds
 
 def begin_store_slots(
     payload: Bytes | DeviceMemory, slots: NDArray[np.uint32], blocks: Blocks, seeds: list[int]
-) -> Stored:
+) -> Moved:
     """`store_slots`, but blocks in far memory are only begun; what is returned answers the checksums."""
     if isinstance(blocks, FarBlocks):
         return blocks.begin_store(payload, starts_of(slots), lambda: seeds, lasting=True)
     assert not isinstance(payload, DeviceMemory), "only far blocks are moved to a device"
-    checksums = store_slots(payload, slots, blocks, seeds)
+    checksums = np.array(store_slots(payload, slots, blocks, seeds), np.uint64)
     return lambda: checksums
 
 

@@ -5,20 +5,20 @@ computed there. Blocks in host memory, and what is on the node's disk, go over t
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.directory import VRAM
 from kvpool.core.errors import KvpoolError, ProtocolError
-from kvpool.transport.base import ReadBatch, Target, Transport, WriteBatch
+from kvpool.transport.base import ReadBatch, Reading, Target, Transport, WriteBatch
 from kvpool.transport.blocks import DeviceMemory, FarBlocks
 from kvpool.transport.copying import begin_store_slots, fits
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.devices import attach
 from kvpool.transport.pool import ConnectionPool
-from kvpool.transport.shm import FETCHED_BYTES_MAX, read_mapped
+from kvpool.transport.shm import FETCHED_BYTES_MAX, begin_mapped
 from kvpool.transport.streams import Streams
 from kvpool.transport.tcp import read_framed, ready_frame
 from kvpool.transport.wire.framed import Buffers
@@ -78,11 +78,16 @@ class CudaTransport(Transport):
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`; what is mapped takes the time of the copies themselves."""
-        if isinstance(batch.destinations, FarBlocks) and batch.segment_id == self._segment_id:
-            return read_mapped(self._memory, batch, self._streams)
-        return read_framed(self._connections, self._streams, batch, FETCHED_BYTES_MAX, deadline)
+        return self.begin_read(batch, deadline)()
 
-    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
+    def begin_read(self, batch: ReadBatch, deadline: Deadline) -> Reading:
+        """See `Transport.begin_read`."""
+        if isinstance(batch.destinations, FarBlocks) and batch.segment_id == self._segment_id:
+            return begin_mapped(self._memory, batch, self._streams)
+        statuses = read_framed(self._connections, self._streams, batch, FETCHED_BYTES_MAX, deadline)
+        return lambda: statuses
+
+    def write(self, batches: Iterable[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
         return write_grants(self._connections, batches, self._move, deadline)
 

@@ -3,7 +3,7 @@
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from kvpool.transport.base import ReadBatch, ReadStatus, Target, Transport, Writ
 from kvpool.transport.blocks import Bytes
 from kvpool.transport.copying import begin_store_slots, scatter
 from kvpool.transport.deadline import Deadline
-from kvpool.transport.shm import read_mapped
+from kvpool.transport.shm import begin_mapped
 from kvpool.transport.streams import Streams
 
 DISK_READ_BYTES = 8 << 20
@@ -100,10 +100,10 @@ class InprocTransport(Transport):
         store = self._store.of(batch.segment_id)
         payload = store.payload(batch.segment_id)
         if payload is not None:  # bounded by the copies themselves
-            return read_mapped(payload, batch, self._streams)
+            return begin_mapped(payload, batch, self._streams)()
         return _read_disk(store, batch, deadline)
 
-    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
+    def write(self, batches: Iterable[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
         return [self._write_one(batch, deadline) for batch in batches]
 

@@ -10,7 +10,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from kvpool.core.directory import SHM
 from kvpool.core.errors import ClosedError, KvpoolError, ProtocolError, StaleGrantError, UnavailableError
 from kvpool.ops.failpoints import failpoint
-from kvpool.transport.base import OnDiskError, ReadBatch, ReadStatus, Target, Transport, WriteBatch, verdicts
-from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks
+from kvpool.transport.base import OnDiskError, ReadBatch, Reading, ReadStatus, Target, Transport, WriteBatch, verdicts
+from kvpool.transport.blocks import Bytes, DeviceMemory, FarBlocks, Moved
 from kvpool.transport.copying import begin_store_slots, fits, load_slots, starts_of
 from kvpool.transport.deadline import Deadline
 from kvpool.transport.once import OpenOnce
@@ -88,23 +88,36 @@ class _Mapping:
             populator.stop()
 
 
-def read_mapped(payload: Bytes | DeviceMemory, batch: ReadBatch, streams: Streams) -> bytearray:
-    """Copy the batch's blocks out of a mapped segment; one `ReadStatus` each."""
-    if not fits(payload, batch.slots, batch.block_bytes):
-        return bytearray([ReadStatus.BAD]) * len(batch.destinations)
+def begin_mapped(payload: Bytes | DeviceMemory, batch: ReadBatch, streams: Streams) -> Reading:
+    """Begin to copy the batch's blocks out of a mapped segment; those in host memory are copied then."""
     slots, destinations = batch.slots, batch.destinations
+    if not fits(payload, slots, batch.block_bytes):
+        return _known(ReadStatus.BAD, batch)
     if isinstance(destinations, FarBlocks):
-        found = destinations.load(payload, starts_of(slots), batch.seeds, lasting=True)
-    else:
-        assert not isinstance(payload, DeviceMemory), "only far blocks are moved from a device"
-        seeds = batch.seeds()
+        moved = destinations.begin_load(payload, starts_of(slots), batch.seed_array, lasting=True)
+        return partial(_arrived, batch, moved)
+    assert not isinstance(payload, DeviceMemory), "only far blocks are moved from a device"
+    seeds = batch.seeds()
 
-        def part(first: int, end: int) -> list[int]:
-            return load_slots(payload, slots[first:end], destinations.select(range(first, end)), seeds[first:end])
+    def part(first: int, end: int) -> list[int]:
+        return load_slots(payload, slots[first:end], destinations.select(range(first, end)), seeds[first:end])
 
-        found = list(chain.from_iterable(streams.split(len(destinations), batch.block_bytes, part)))
+    found = list(chain.from_iterable(streams.split(len(destinations), batch.block_bytes, part)))
     failpoint("client.read.before_verify")
-    return verdicts(found, batch.checksums.tolist())
+    statuses = verdicts(found, batch.checksums.tolist())
+    return lambda: statuses
+
+
+def _arrived(batch: ReadBatch, moved: Moved) -> bytearray:
+    found = moved()
+    failpoint("client.read.before_verify")
+    return bytearray((found != batch.checksums).astype(np.uint8) * np.uint8(ReadStatus.BAD))
+
+
+def _known(status: ReadStatus, batch: ReadBatch) -> Reading:
+    """A read that came to nothing before it began."""
+    statuses = bytearray([status]) * len(batch.destinations)
+    return lambda: statuses
 
 
 class ShmTransport(Transport):
@@ -123,21 +136,26 @@ class ShmTransport(Transport):
 
     def read(self, batch: ReadBatch, deadline: Deadline) -> bytearray:
         """See `Transport.read`; the time it takes is bounded by the copies themselves, but for what is not mapped."""
+        return self.begin_read(batch, deadline)()
+
+    def begin_read(self, batch: ReadBatch, deadline: Deadline) -> Reading:
+        """See `Transport.begin_read`."""
         try:
             mapping = self._mapping(batch.segment_id, batch.grant, deadline)
         except ClosedError:
             raise
         except StaleGrantError:
-            return bytearray([ReadStatus.REFUSED]) * len(batch.destinations)
+            return _known(ReadStatus.REFUSED, batch)
         except (KvpoolError, OSError):
-            return bytearray([ReadStatus.FAILED]) * len(batch.destinations)
+            return _known(ReadStatus.FAILED, batch)
         if mapping is None and isinstance(batch.destinations, FarBlocks):
-            return bytearray([ReadStatus.FAILED]) * len(batch.destinations)  # the next read goes through host memory
+            return _known(ReadStatus.FAILED, batch)  # the next read goes through host memory
         if mapping is None:
-            return read_framed(self._connections, self._streams, batch, FETCHED_BYTES_MAX, deadline)
-        return read_mapped(mapping.readable, batch, self._streams)
+            statuses = read_framed(self._connections, self._streams, batch, FETCHED_BYTES_MAX, deadline)
+            return lambda: statuses
+        return begin_mapped(mapping.readable, batch, self._streams)
 
-    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
+    def write(self, batches: Iterable[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
 
         def move(

@@ -43,14 +43,6 @@ class Streams:
         first = calls[0]()
         return [first, *(other() for other in others)]
 
-    def ahead(self, calls: Sequence[Callable[[], Result]]) -> Iterator[Result]:
-        """Results of the calls, in order; each is made while the caller works on the result before it."""
-        following = calls[0] if len(calls) == 1 else self._start(calls[0])
-        for call in calls[1:]:
-            current, following = following, self._start(call)
-            yield current()
-        yield following()
-
     def window(self, calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
         """Results of the calls, in order. Up to ``count`` run, while this thread draws the next one from ``calls``."""
         pending: deque[Callable[[], Result]] = deque()

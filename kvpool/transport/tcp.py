@@ -5,7 +5,7 @@ change, and the checksum over the destination guards the way. Large reads are sp
 are written in steps, several at a time, by the client.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ class TcpTransport(Transport):
         """See `Transport.read`."""
         return read_framed(self._connections, self._streams, batch, REQUEST_BYTES_MAX, deadline)
 
-    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
+    def write(self, batches: Iterable[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
         return write_grants(self._connections, batches, ready_frame, deadline)
 

@@ -5,10 +5,11 @@ each grant's bytes follow as its slots are known, and the commits are collected 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from kvpool.transport.deadline import Deadline
 from kvpool.transport.pool import ConnectionPool
 from kvpool.transport.wire.connection import Connection
 from kvpool.transport.wire.framed import Buffers
-from kvpool.transport.wire.messages import CommitSlotsRequest, Message, PrepareReply, PrepareRequest, Statuses, unpack
+from kvpool.transport.wire.messages import Message, PrepareReply, PrepareRequest, Statuses, unpack
 
 Commit = Callable[[], tuple[Message, Buffers]]
 """Waits until a batch's bytes are where they belong; the message, and payload, that makes the node commit them."""
@@ -30,11 +31,22 @@ Commit = Callable[[], tuple[Message, Buffers]]
 Move = Callable[[WriteBatch, list[int], NDArray[np.uint32], NDArray[np.uint64]], Commit]
 """Moves blocks (indexes) of a batch to their slots and generations, or begins to, or readies them to be sent."""
 
-AHEAD = 4
+AHEAD = 2
 """Moves of far memory that are under way while others begin: the check of one is no time lost to the rest."""
 
 TOGETHER = 4
-"""Moves of far memory in one commit: a device moves 16 MiB in less time than a commit's round trips take."""
+"""Grants of far memory that are moved and committed together: a device moves 16 MiB in less time than a processor takes
+to begin that, and a commit's round trips."""
+
+FIRST = 2
+"""Grants of far memory that are moved first, as soon as the node has prepared them. No commit is posted before all
+prepares, which are answered in the same order: so there are no more than `AHEAD` moves by then."""
+
+_Drawn = Iterator[tuple[WriteBatch, bytearray]]
+"""Batches as they are drawn, each with the statuses that are filled in."""
+
+_Posted = list[tuple[WriteBatch, bytearray]]
+"""Those whose prepares are posted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,45 +73,52 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Blocks that were moved or are under way."""
+    """Blocks of some batches that were moved or are under way."""
 
-    prepared: Prepared
+    prepared: list[Prepared]
     commit: Commit
 
 
 def write_grants(
-    connections: ConnectionPool, batches: Sequence[WriteBatch], move: Move, deadline: Deadline
+    connections: ConnectionPool, batches: Iterable[WriteBatch], move: Move, deadline: Deadline
 ) -> list[bytearray]:
     """Prepare, move and commit the batches; one `WriteStatus` a block. What is not known to be committed is FAILED."""
-    return _write_over(connections, batches, partial(_write_all, batches, move, deadline), deadline)
+    return _write_over(connections, batches, partial(_write_all, move, deadline), deadline)
 
 
 def write_prepared(
     connections: ConnectionPool,
-    batches: Sequence[WriteBatch],
+    batches: Iterable[WriteBatch],
     write: Callable[[Connection, list[Prepared]], None],
     deadline: Deadline,
 ) -> list[bytearray]:
     """Like `write_grants`, for a ``write`` that asks and collects in its own order once all slots are known."""
 
-    def run(connection: Connection, statuses: list[bytearray]) -> None:
-        _post_prepares(connection, batches, deadline)
-        write(connection, [_prepared(connection, *both, deadline) for both in zip(batches, statuses, strict=True)])
+    def run(connection: Connection, drawn: _Drawn) -> None:
+        posted = _post_prepares(connection, drawn, deadline)
+        write(connection, [_prepared(connection, *both, deadline) for both in posted])
 
     return _write_over(connections, batches, run, deadline)
 
 
 def _write_over(
     connections: ConnectionPool,
-    batches: Sequence[WriteBatch],
-    run: Callable[[Connection, list[bytearray]], None],
+    batches: Iterable[WriteBatch],
+    run: Callable[[Connection, _Drawn], None],
     deadline: Deadline,
 ) -> list[bytearray]:
-    statuses = [bytearray([WriteStatus.FAILED]) * len(batch.sources) for batch in batches]
+    statuses: list[bytearray] = []
+
+    def draw() -> _Drawn:
+        for batch in batches:
+            statuses.append(bytearray([WriteStatus.FAILED]) * len(batch.sources))
+            yield batch, statuses[-1]
+
+    drawn = draw()
     try:
         with connections.connection(deadline.left_s()) as connection:
             try:
-                run(connection, statuses)
+                run(connection, drawn)
             except BaseException:
                 # Slots prepared on it and not committed belong to it: kept open, it would keep them from everybody.
                 connection.close()
@@ -107,39 +126,67 @@ def _write_over(
     except ClosedError:
         raise
     except (KvpoolError, OSError):
-        pass  # what was collected stands
+        with suppress(KvpoolError):
+            deque(drawn, 0)  # what was collected stands, and the rest has failed too
     return statuses
 
 
-def _write_all(
-    batches: Sequence[WriteBatch], move: Move, deadline: Deadline, connection: Connection, statuses: list[bytearray]
-) -> None:
-    _post_prepares(connection, batches, deadline)
+def _write_all(move: Move, deadline: Deadline, connection: Connection, drawn: _Drawn) -> None:
     moving: deque[_Move] = deque()
-    posted: list[list[_Move]] = []
+    posted: list[_Move] = []
     try:
-        for batch, status in zip(batches, statuses, strict=True):
-            prepared = _prepared(connection, batch, status, deadline)
-            if prepared.blocks:
-                commit = move(batch, prepared.blocks, prepared.slots, prepared.generations)
-                moving.append(_Move(prepared, commit))
-            ahead, together = (AHEAD, TOGETHER) if isinstance(batch.sources, FarBlocks) else (0, 1)
-            while len(moving) >= ahead + together:
-                posted.append(_commit(connection, moving, together, deadline))
+        for some in _groups(connection, drawn, deadline):
+            prepared = [_prepared(connection, *both, deadline) for both in some]
+            if any(p.blocks for p in prepared):
+                moving.append(_Move(prepared, _begin(move, [batch for batch, _ in some], prepared)))
+            ahead = AHEAD if isinstance(some[0][0].sources, FarBlocks) else 0
+            while len(moving) > ahead:
+                posted.append(_commit(connection, moving.popleft(), deadline))
         while moving:
-            posted.append(_commit(connection, moving, TOGETHER, deadline))
+            posted.append(_commit(connection, moving.popleft(), deadline))
     finally:
         for left in moving:
             with suppress(KvpoolError):
                 left.commit()  # its slots must not be given back while they are written
-    for some in posted:
-        _spread(some, connection.collect(Statuses, deadline.left_s()).statuses)
+    for moved in posted:
+        _spread(moved, connection.collect(Statuses, deadline.left_s()).statuses)
     failpoint("client.put.after_commit")
 
 
-def _post_prepares(connection: Connection, batches: Sequence[WriteBatch], deadline: Deadline) -> None:
-    for batch in batches:
+def _groups(connection: Connection, drawn: _Drawn, deadline: Deadline) -> Iterator[_Posted]:
+    """Batches that are moved together, their prepares posted; of far memory most are when the first ones move."""
+    posted, together = _post_prepares(connection, islice(drawn, FIRST + TOGETHER), deadline), 1
+    if posted and isinstance(sources := posted[0][0].sources, FarBlocks):
+        sources.expect_store()
+        yield posted[:FIRST]
+        if len(posted) > FIRST:
+            yield posted[FIRST:]
+        posted, together = [], TOGETHER
+    posted += _post_prepares(connection, drawn, deadline)
+    for first in range(0, len(posted), together):
+        yield posted[first : first + together]
+
+
+def _begin(move: Move, batches: Sequence[WriteBatch], prepared: Sequence[Prepared]) -> Commit:
+    """Begin to move the blocks of some batches that there are slots for."""
+    if len(batches) == 1:
+        return move(batches[0], prepared[0].blocks, prepared[0].slots, prepared[0].generations)
+    before = accumulate((len(batch.sources) for batch in batches[:-1]), initial=0)
+    blocks = [first + block for first, p in zip(before, prepared, strict=True) for block in p.blocks]
+    sources = [batch.sources for batch in batches if isinstance(batch.sources, FarBlocks)]
+    hashes = b"".join(batch.hashes for batch in batches)
+    joined = replace(batches[0], hashes=hashes, sources=sources[0].joined(sources[1:]))
+    slots, generations = np.concatenate([p.slots for p in prepared]), np.concatenate([p.generations for p in prepared])
+    return move(joined, blocks, slots, generations)
+
+
+def _post_prepares(connection: Connection, drawn: _Drawn, deadline: Deadline) -> _Posted:
+    """Each as soon as it is drawn: the node begins while the others are still being made."""
+    posted: _Posted = []
+    for batch, statuses in drawn:
         connection.post(PrepareRequest(batch.grant), deadline.left_s())
+        posted.append((batch, statuses))
+    return posted
 
 
 def _prepared(connection: Connection, batch: WriteBatch, statuses: bytearray, deadline: Deadline) -> Prepared:
@@ -154,35 +201,16 @@ def _prepared(connection: Connection, batch: WriteBatch, statuses: bytearray, de
     return Prepared(ready.tolist(), slots[ready], generations[ready], statuses)
 
 
-def _commit(connection: Connection, moving: deque[_Move], together: int, deadline: Deadline) -> list[_Move]:
-    """Ask the node to commit the moves that began first, up to so many that fit in one message."""
-    some, messages = [moving[0]], [moving[0].commit()]
-    moving.popleft()
-    while moving and len(some) < together and isinstance(messages[0][0], CommitSlotsRequest):
-        messages.append(moving[0].commit())
-        some.append(moving.popleft())
-    message, payload = messages[0]
-    if len(messages) > 1:
-        message = _joined([m for m, _ in messages if isinstance(m, CommitSlotsRequest)])
+def _commit(connection: Connection, moved: _Move, deadline: Deadline) -> _Move:
+    """Ask the node to commit a move once it has ended."""
+    message, payload = moved.commit()
     failpoint("client.put.before_commit")
     connection.post(message, deadline.left_s(), payload)
-    return some
+    return moved
 
 
-def _joined(messages: Sequence[CommitSlotsRequest]) -> CommitSlotsRequest:
-    """One message for several grants of a reservation on one segment."""
-    return CommitSlotsRequest(
-        messages[0].segment_id,
-        messages[0].reservation,
-        b"".join(message.slots for message in messages),
-        b"".join(message.generations for message in messages),
-        b"".join(message.checksums for message in messages),
-    )
-
-
-def _spread(moves: Sequence[_Move], committed: bytes) -> None:
-    answers = unpack("statuses", committed, "u1", sum(len(move.prepared.blocks) for move in moves)).tolist()
-    for move in moves:
-        blocks = move.prepared.blocks
-        move.prepared.spread(blocks, answers[: len(blocks)])
-        del answers[: len(blocks)]
+def _spread(moved: _Move, committed: bytes) -> None:
+    answers = unpack("statuses", committed, "u1", sum(len(p.blocks) for p in moved.prepared)).tolist()
+    for prepared in moved.prepared:
+        prepared.spread(prepared.blocks, answers[: len(prepared.blocks)])
+        del answers[: len(prepared.blocks)]

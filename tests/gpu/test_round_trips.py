@@ -77,9 +77,35 @@ def test_checksums_are_xxh3(cupy, page_bytes, layers, copy_engine):
     host = np.zeros((len(SOURCE) + 1) * block_bytes, np.uint8)
     starts = np.array([5, 1, 2, 0, 3, 7, 4], np.uint64) * np.uint64(block_bytes)
     found = cache.blocks(SOURCE).begin_store(host, starts, lambda: seeds, lasting=False)()
-    assert found == [xxhash.xxh3_64_intdigest(b, seed) for b, seed in zip(expected, seeds, strict=True)]
+    assert found.tolist() == [xxhash.xxh3_64_intdigest(b, seed) for b, seed in zip(expected, seeds, strict=True)]
     assert np.array_equal(host.reshape(-1, block_bytes)[[5, 1, 2, 0, 3, 7, 4]], expected)
-    assert cache.blocks(TARGET).load(host, starts, lambda: seeds, lasting=False) == found
+    loaded = cache.blocks(TARGET).begin_load(host, starts, lambda: seeds, lasting=False)()
+    assert loaded.tolist() == found.tolist()
+
+
+@pytest.mark.parametrize(("page_bytes", "layers"), [(65_536, 8), (1 << 19, 1), (8192, 64)])
+@pytest.mark.parametrize("copy_engine", [True, False])
+def test_long_calls_are_moved_in_steps(cupy, clients, monkeypatch, page_bytes, layers, copy_engine):
+    """Several look-ups, lists, staging buffers and grants in a call, all of them under way at once."""
+    monkeypatch.setattr("kvpool.client.loading.FAR_STEP_BLOCKS", 20)
+    blocks, block_bytes = 120, page_bytes * layers
+    memory = cupy.asarray(random_bytes(2 * blocks * block_bytes))
+    offsets = tuple(layer * 2 * blocks * page_bytes for layer in range(layers))
+    runs = PageRuns(offsets, page_bytes, page_bytes, 2 * blocks)
+    cache = GpuCache(memory.data.ptr, runs, owner=memory, copy_engine=copy_engine)
+    order = np.random.default_rng(7).permutation(2 * blocks)
+    source, target = order[:blocks], order[blocks:]
+    keyspace, hashes = open_blocks(clients["shm"], block_bytes), chain(blocks)
+    pages = memory.reshape(layers, 2 * blocks, page_bytes)
+    before = pages.get()
+    assert keyspace.store(hashes, cache.blocks(source)).stored == blocks
+    for _ in range(2):  # the first one may meet memory that is not page-locked yet
+        pages[:, target] = 0
+        cupy.cuda.runtime.deviceSynchronize()
+        assert keyspace.load(hashes, cache.blocks(target)).loaded == blocks
+        assert np.array_equal(pages.get()[:, target], before[:, source])
+        assert np.array_equal(pages.get()[:, source], before[:, source])
+        assert cache.wait_pinned(60)
 
 
 def test_a_contiguous_array_is_a_cache(cupy, torch, clients):

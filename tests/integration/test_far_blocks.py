@@ -5,14 +5,21 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import kvpool
+from kvpool.client.meta import MetaClient
 from kvpool.core.directory import MissReason
-from kvpool.core.errors import InvalidBufferError
+from kvpool.core.errors import InvalidBufferError, OverloadedError, UnavailableError
+from kvpool.ops.otel import OtelTracer
+from kvpool.ops.tracing import carried
 from tests.host_device import BLOCK_BYTES, Device
 from tests.integration.conftest import embedded_in
 
 TRANSPORTS = ["inproc", "shm", "unix", "tcp"]
+STEPS = ("load", "locate", "read", "verify")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +66,58 @@ def test_large_transfers_are_staged_in_steps(keyspace, device, monkeypatch):
     assert keyspace.store(hashes, device.blocks(range(8))).stored == 8
     assert keyspace.load(hashes, device.blocks(range(20, 28))).loaded == 8
     assert np.array_equal(device.memory[20:28], device.memory[:8])
+
+
+def test_a_long_load_is_located_in_steps_that_grow(keyspace, device, monkeypatch):
+    """Each block counts for itself, in whatever step it is; the look-ups share one connection, in order."""
+    monkeypatch.setattr("kvpool.client.loading.FAR_STEP_BLOCKS", 2)
+    hashes, targets = chain(17), range(20, 37)
+    assert keyspace.store(hashes[:15], device.blocks(range(15))).stored == 15
+    device.damaged = {21, 30}
+    result = keyspace.load(hashes, device.blocks(targets))
+    bad, gone = MissReason.VERIFY_FAILED, MissReason.COLD
+    expected = [bad if target in device.damaged else None for target in targets][:15] + [gone] * 2
+    assert result.reasons == tuple(expected)
+    assert (result.loaded, result.size_bytes) == (1, 13 * BLOCK_BYTES)
+    device.damaged = set()
+    assert keyspace.load(hashes[:15], device.blocks(targets[:15])).loaded == 15
+    assert np.array_equal(device.memory[20:35], device.memory[:15])
+
+
+def test_reads_that_overlap_are_steps_of_the_load(keyspace, device, monkeypatch):
+    """Each is part of the load, whatever else was begun or ended meanwhile, and lasts until it is verified."""
+    monkeypatch.setattr("kvpool.client.loading.FAR_STEP_BLOCKS", 1)
+    monkeypatch.setattr("kvpool.client.loading.FAR_GROWTH", 1)
+    hashes, exporter, provider = chain(4), InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    keyspace.store(hashes, device.blocks(range(4)))
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(keyspace._client, "_tracer", OtelTracer("kvpool-test", {}, provider))
+    device.damaged = {22}
+    assert keyspace.load(hashes, device.blocks(range(20, 24))).loaded == 2
+    spans = {name: [s for s in exporter.get_finished_spans() if s.name == f"kvpool.{name}"] for name in STEPS}
+    [load] = spans.pop("load")
+    assert carried() == ""
+    assert {name: len(some) for name, some in spans.items()} == {"locate": 4, "read": 4, "verify": 4}
+    assert {s.parent.span_id for some in spans.values() for s in some} == {load.context.span_id}
+    assert [s.attributes["kvpool.bad_blocks"] for s in spans["verify"]] == [0, 0, 1, 0]
+    assert spans["locate"][-1].end_time <= spans["read"][0].end_time
+
+
+@pytest.mark.parametrize("error", [UnavailableError("it has gone"), OverloadedError("too much to do")])
+def test_look_ups_that_break_off_are_made_one_by_one(keyspace, device, monkeypatch, error):
+    """One that was refused for load is not made again; the others of the call are made."""
+    monkeypatch.setattr("kvpool.client.loading.FAR_STEP_BLOCKS", 2)
+    hashes, answers = chain(12), MetaClient.calls
+    assert keyspace.store(hashes, device.blocks(range(12))).stored == 12
+
+    def broken_off(*arguments):
+        yield next(answers(*arguments))
+        raise error
+
+    monkeypatch.setattr(MetaClient, "calls", broken_off)
+    result = keyspace.load(hashes, device.blocks(range(20, 32)))
+    refused = MissReason.OVERLOADED if isinstance(error, OverloadedError) else None
+    assert result.reasons == (None, None, *[refused] * 8, None, None)
 
 
 def test_bytes_that_change_on_the_way_are_a_miss(keyspace, device):

@@ -26,7 +26,7 @@ class TracedPool(Pool):
 
 @pytest.fixture(scope="module")
 def received(tmp_path_factory):
-    """The spans of a store, and of a look-up and a load within one request, over tcp."""
+    """The spans of a store, of a look-up and a load within one request, and of a load in steps, over tcp."""
     with receiver() as received, ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         pool = TracedPool(tmp_path_factory.mktemp("pool"), stack, told=received.environ)
         pool.start_meta(**{"expected-nodes": 1})
@@ -40,6 +40,9 @@ def received(tmp_path_factory):
                 assert blocks.store(chain, random_blocks(np.random.default_rng(1), BLOCKS)).stored == BLOCKS
             with blocks.tracer.span("request", request_id="r-1"):
                 assert blocks.match(chain).blocks == BLOCKS
+                assert blocks.load(chain, blank(BLOCKS)).loaded == BLOCKS
+            patch.setattr("kvpool.client.loading.STEP_BLOCKS", 1)
+            with blocks.tracer.span("long request"):
                 assert blocks.load(chain, blank(BLOCKS)).loaded == BLOCKS
         pool.stop(pool.nodes["n0"])  # which sends what is left
         pool.stop(pool.meta)
@@ -75,6 +78,26 @@ def test_a_request_is_one_tree_through_client_service_and_node(received):
     }
 
 
+def test_each_step_of_a_long_load_has_its_own_look_up(received):
+    """Those that are under way at once are part of the load, not of one another, and the service's are each of one."""
+    assert tree(received, "long request").keys() == {
+        "long request",
+        "long request > kvpool.load",
+        "long request > kvpool.load > kvpool.locate",
+        "long request > kvpool.load > kvpool.locate > kvpool.serve.locate",
+        "long request > kvpool.load > kvpool.read",
+        "long request > kvpool.load > kvpool.read > kvpool.serve.read",
+        "long request > kvpool.load > kvpool.verify",
+    }
+    [root] = received.named("long request")
+    asked, served = (
+        [span for span in received.named(name) if span.trace_id == root.trace_id]
+        for name in ("kvpool.locate", "kvpool.serve.locate")
+    )
+    assert len(asked) == BLOCKS
+    assert sorted(span.parent_id for span in served) == sorted(span.span_id for span in asked)
+
+
 def test_a_store_is_one_tree_down_to_the_commit(received):
     found = tree(received, "write")
 
@@ -86,7 +109,7 @@ def test_a_store_is_one_tree_down_to_the_commit(received):
 
 
 def test_spans_say_how_much_from_where_and_whether_it_was_right(received):
-    [read], [verify], [load] = (received.named(f"kvpool.{step}") for step in ("read", "verify", "load"))
+    read, verify, load = (received.named(f"kvpool.{step}")[0] for step in ("read", "verify", "load"))
 
     assert read.attributes == {
         "kvpool.node": "n0", "kvpool.tier": "shm", "kvpool.transport": "tcp", "kvpool.blocks": BLOCKS,

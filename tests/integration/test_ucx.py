@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import kvpool
-from kvpool.client.loading import _locate
+from kvpool.client.locating import locate
 from kvpool.client.nodes import Use
 from kvpool.transport import ReadBatch, ReadStatus
 from kvpool.transport.blocks import Blocks
@@ -189,7 +189,7 @@ def test_a_slot_that_was_given_to_another_block_is_refused(start_pool, rng):
     old, loaded = random_chain(16), blank(16)
     keyspace.store(old, random_blocks(rng, 16))
     client, namespace = keyspace._client, keyspace.namespace
-    copies = _locate(keyspace, b"".join(old), 0, range(16), 0, Deadline(5))
+    copies = locate(keyspace, b"".join(old), 0, range(16), 0, Deadline(5))
     node, segment = client._nodes.find(int(copies.segment[0]), client._meta.topology)
 
     assert keyspace.store(random_chain(16), random_blocks(rng, 16)).stored == 16

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import kvpool
-from kvpool.client.loading import _Load, _locate
+from kvpool.client.loading import _Load
+from kvpool.client.locating import locate
 from kvpool.core.directory import MissReason
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.transport import devices
@@ -132,11 +133,13 @@ def test_a_slot_that_changes_hands_before_it_is_read_is_a_miss(pool, device, rng
     keyspace, chain = open_blocks(pool.connect(transport), BLOCK_BYTES), random_chain(BLOCKS)
     keyspace.store(chain, device.blocks(range(BLOCKS)))
     deadline, packed = Deadline(10), b"".join(chain)
-    located = _locate(keyspace, packed, 0, range(BLOCKS), 0, deadline)
+    located = locate(keyspace, packed, 0, range(BLOCKS), 0, deadline)
     for _ in range(4):
         assert keyspace.store(random_chain(BLOCKS), list(random_blocks(rng, BLOCKS, BLOCK_BYTES))).stored == BLOCKS
 
-    reasons = _Load(keyspace, packed, device.blocks(range(40, 40 + BLOCKS)), 0, deadline).read(located)
+    load = _Load(keyspace, packed, device.blocks(range(40, 40 + BLOCKS)), 0, deadline)
+    load.begin(located)
+    reasons = load.end()
 
     expected = MissReason.VERIFY_FAILED if transport == "cuda" else MissReason.EVICTED
     assert reasons == [expected] * BLOCKS

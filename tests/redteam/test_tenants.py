@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvpool
+from kvpool.client import loading
 from kvpool.client.explaining import explain
 from kvpool.transport.wire.connection import Connection
 from kvpool.transport.wire.messages import (
@@ -34,6 +35,8 @@ from kvpool.transport.wire.messages import (
     Statuses,
 )
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, directory_pb2, directory_pb2_grpc
+from tests.host_device import BLOCK_BYTES as DEVICE_BYTES
+from tests.host_device import Device
 from tests.integration.conftest import BLOCK_BYTES, blank, open_blocks, random_blocks, random_chain
 from tests.pki import LONG_S
 
@@ -307,6 +310,31 @@ def test_a_grant_that_is_over_costs_one_more_look_and_nothing_else(theirs):
     assert theirs.are_whole()
     assert theirs.client.stats().misses == {}
     assert grants.of(theirs.incarnation) != b""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
+def test_each_step_of_a_long_load_with_grants_that_are_over_looks_once_more(
+    theirs, shared, monkeypatch, transport, far
+):
+    """Into far memory all steps are begun ahead, with what grants there are; else the next ones have the new grants."""
+    looked, look = [], loading.locate
+    monkeypatch.setattr(loading, "locate", lambda *args: looked.append(args[3]) or look(*args))
+    for name in ("STEP_BLOCKS", "FAR_STEP_BLOCKS", "FAR_STEP_BLOCKS_MAX"):
+        monkeypatch.setattr(loading, name, 1)
+    device, steps = Device(BLOCKS), [range(i, i + 1) for i in range(BLOCKS)]
+    with shared.client("client", (transport,)) as client:
+        blocks = open_blocks(client, DEVICE_BYTES, model=theirs.model)
+        written, chain = random_blocks(np.random.default_rng(7), BLOCKS, DEVICE_BYTES), random_chain(BLOCKS)
+        assert open_blocks(theirs.client, DEVICE_BYTES, model=theirs.model).store(chain, written).stored == BLOCKS
+        version = locate(client, blocks, chain).grants.version
+        blocks._grants._latest = (version, {theirs.incarnation: b"of another session".ljust(64)})
+        loaded = blocks.load(chain, device.blocks(range(BLOCKS)) if far else device.memory)
+
+        assert loaded.reasons == (None,) * BLOCKS
+        assert np.array_equal(device.memory, written)
+        assert looked == (steps if far else steps[:1])
+        assert client.stats().misses == {}
 
 
 def test_the_audit_trail_says_who_and_shows_nothing_secret(theirs, rival, shared):

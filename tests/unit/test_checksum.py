@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvpool.core.checksum import block_seeds, payload_checksum
+from kvpool.core.checksum import SIDE_BY_SIDE_MIN, block_seed_array, block_seeds, payload_checksum
 
 HASHES = bytes(range(64))
 PAYLOAD = bytes(4096)
@@ -24,6 +24,15 @@ def test_one_seed_a_block_whatever_carries_the_generations():
 
     assert listed == block_seeds(77, HASHES, 0, np.array([8, 9], np.uint64), 4096)
     assert listed == block_seeds(77, HASHES[:32], 0, [8], 4096) + block_seeds(77, HASHES[32:], 0, [9], 4096)
+
+
+@pytest.mark.parametrize("blocks", [1, SIDE_BY_SIDE_MIN - 1, SIDE_BY_SIDE_MIN, 2 * SIDE_BY_SIDE_MIN + 1])
+@pytest.mark.parametrize("namespace_seed", [0, 77, 2**64 - 1])
+def test_many_seeds_side_by_side_are_the_same(blocks, namespace_seed):
+    rng = np.random.default_rng(blocks)
+    identity = (namespace_seed, rng.bytes(32 * blocks), 65_535, rng.integers(0, 2**64, blocks, np.uint64), 2**32 - 1)
+
+    assert block_seed_array(*identity).tolist() == block_seeds(*identity)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,15 @@ def test_kernels_move_the_right_bytes_and_compute_xxh3(kernels, kernel):
     ]
 
 
+def test_a_calls_table_is_fetched_row_by_row(kernels):
+    library, _, _ = kernels
+    host, table = np.arange(3 * 50, dtype=np.uint64).reshape(3, 50), np.full((3, 50), 999, np.uint64)
+    addresses = [ctypes.c_void_p(rows.ctypes.data) for rows in (table, host)]
+    library.run_fetch(*addresses, ctypes.c_uint64(50), ctypes.c_uint64(37))
+    assert np.array_equal(table[:, :37], host[:, :37])
+    assert (table[:, 37:] == 999).all()
+
+
 def test_a_changed_byte_changes_the_checksum(kernels):
     library, page_bytes, layers = kernels
     rng = np.random.default_rng(6)

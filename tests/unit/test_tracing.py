@@ -48,10 +48,13 @@ def test_the_standard_variables_ask_for_traces(environ, asked):
 def test_without_them_a_span_is_nothing_and_nothing_is_imported():
     tracer = open_tracer("client", {})
 
-    with tracer.span("step", blocks=1) as span, tracer.serve("step", TRACE) as same:
+    begun = tracer.begin("step", blocks=1)
+    with tracer.span("step", blocks=1) as span, tracer.serve("step", TRACE) as same, begun.at_hand() as too:
         span.set(loaded=1)
+        assert span is too
         assert span is same
         assert carried() == ""
+    begun.end()
     program = "import sys, kvpool; kvpool.Client; assert not [n for n in sys.modules if n.startswith('opentelemetry')]"
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -96,6 +99,32 @@ def test_spans_nest_and_are_carried_while_they_last(tracer, exporter):
     assert carried() == ""
     assert inner.parent.span_id == whole.context.span_id
     assert inner.attributes == {"kvpool.blocks": 3, "kvpool.reason": "cold"}
+
+
+def test_steps_that_overlap_are_at_hand_only_while_they_are_worked_on(tracer, exporter):
+    with tracer.span("whole"):
+        whole = carried()
+        first, second = tracer.begin("first", blocks=1), tracer.begin("second", blocks=2)
+        assert carried() == whole
+        with first.at_hand():
+            carried_first = carried()
+        with second.at_hand(), tracer.span("inner"):
+            pass
+        with first.at_hand() as span:
+            assert carried() == carried_first != whole
+            span.set(reason="cold")
+        for step in (first, second, first):
+            step.end()
+        assert carried() == whole
+    ended = {span.name: span for span in exporter.get_finished_spans()}
+
+    assert {name: span.parent and span.parent.span_id for name, span in ended.items()} == {
+        "whole": None,
+        "first": ended["whole"].context.span_id,
+        "second": ended["whole"].context.span_id,
+        "inner": ended["second"].context.span_id,
+    }
+    assert ended["first"].attributes == {"kvpool.blocks": 1, "kvpool.reason": "cold"}
 
 
 def test_a_step_on_another_thread_can_follow(tracer, exporter):

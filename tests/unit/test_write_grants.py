@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvpool.core.errors import DeadlineError
+from kvpool.core.directory.table import NO_SLOT
+from kvpool.core.errors import DeadlineError, UnavailableError
 from kvpool.transport.base import WriteBatch, WriteStatus
 from kvpool.transport.blocks import Blocks, FarBlocks
 from kvpool.transport.deadline import Deadline
@@ -46,15 +47,22 @@ def connection():
 
 
 class Far(FarBlocks):
-    """A block that is moved in the background."""
+    """Blocks that are moved in the background."""
+
+    def __init__(self, ids):
+        super().__init__(8)
+        self.ids = ids
 
     def __len__(self):
-        return 1
+        return len(self.ids)
 
     def select(self, blocks):
-        return self
+        return Far([self.ids[block] for block in blocks])
 
-    def load(self, memory, starts, seeds, *, lasting):
+    def joined(self, others):
+        return Far([i for blocks in (self, *others) for i in blocks.ids])
+
+    def begin_load(self, memory, starts, seeds, *, lasting):
         raise NotImplementedError
 
     def begin_store(self, memory, starts, seeds, *, lasting):
@@ -62,11 +70,15 @@ class Far(FarBlocks):
 
 
 def write(connection, move, batches=(BATCH,)):
+    return [status for [status] in write_all(connection, move, batches)]
+
+
+def write_all(connection, move, batches):
     @contextmanager
     def lend(timeout_s):
         yield connection
 
-    return [status for [status] in write_grants(SimpleNamespace(connection=lend), batches, move, Deadline(60))]
+    return write_grants(SimpleNamespace(connection=lend), batches, move, Deadline(60))
 
 
 def test_a_write_that_comes_to_its_end_leaves_the_connection_open(connection):
@@ -86,32 +98,59 @@ def test_one_that_stops_after_it_has_slots_closes_it_and_so_gives_them_back(conn
 
 
 def test_moves_in_the_background_overlap_and_are_committed_in_order(connection):
-    """The next one begins before the last has ended, and no commit is left out."""
-    batches = [replace(BATCH, sources=Far(8), shard=i) for i in range(11)]
+    """The next one begins before the last has ended, some grants are moved together, and no commit is left out."""
+    batches = [replace(BATCH, sources=Far([i]), hashes=bytes([i]) * 32) for i in range(11)]
 
     def move(batch, blocks, slots, generations):
-        connection.told.append(f"begin {batch.shard}")
+        moved = batch.sources.select(blocks).ids
+        assert batch.hashes == b"".join(bytes([i]) * 32 for i in moved)
+        assert len(moved) == len(slots) == len(generations)
+        connection.told.append(("begin", *moved))
 
         def commit():
-            connection.told.append(f"end {batch.shard}")
-            where = (slots.tobytes(), generations.tobytes(), bytes([batch.shard] * 8))
-            return CommitSlotsRequest(batch.segment_id, batch.reservation, *where), ()
+            connection.told.append(("end", *moved))
+            return CommitSlotsRequest(batch.segment_id, batch.reservation, slots.tobytes(), b"", b""), ()
 
         return commit
 
     assert write(connection, move, batches) == [WriteStatus.COMMITTED] * len(batches)
-    moves = [told for told in connection.told if told.startswith(("begin", "end"))]
-    assert [told for told in moves if told.startswith("end")] == [f"end {i}" for i in range(11)]
-    assert moves.index("begin 1") < moves.index("end 0")
-    assert connection.told.count("CommitSlotsRequest") == 3
+    moves = [told for told in connection.told if isinstance(told, tuple)]
+    groups = [(0, 1), (2, 3, 4, 5), (6, 7, 8, 9), (10,)]
+    assert [told for told in moves if told[0] == "end"] == [("end", *group) for group in groups]
+    assert moves.index(("begin", 2, 3, 4, 5)) < moves.index(("end", 0, 1))
+    assert connection.told[:7] == ["PrepareRequest"] * 6 + [("begin", 0, 1)], "the others are prepared meanwhile"
+    assert connection.told.count("CommitSlotsRequest") == len(groups)
+
+
+def test_blocks_without_a_slot_are_left_out_of_what_is_moved_together(connection, monkeypatch):
+    batches = [replace(BATCH, sources=Far([i, 10 + i]), hashes=bytes(64)) for i in range(3)]
+    answers = iter([[3, 4], [5, NO_SLOT], [NO_SLOT, 6]])
+    collect = connection.collect
+
+    def prepared(reply_type, timeout_s):
+        if reply_type is not PrepareReply:
+            return collect(reply_type, timeout_s)
+        return PrepareReply(pack(next(answers), "<u4"), pack([1, 1], "<u8"))
+
+    monkeypatch.setattr(connection, "collect", prepared)
+    moved = []
+
+    def move(batch, blocks, slots, generations):
+        moved.append((batch.sources.select(blocks).ids, slots.tolist()))
+        return lambda: (CommitSlotsRequest(batch.segment_id, batch.reservation, slots.tobytes(), b"", b""), ())
+
+    statuses = write_all(connection, move, batches)
+
+    assert moved == [([0, 10, 1], [3, 4, 5]), ([12], [6])]
+    assert statuses == [bytearray(2), bytearray([0, WriteStatus.NO_SLOT]), bytearray([WriteStatus.NO_SLOT, 0])]
 
 
 def test_slots_are_not_given_back_while_they_are_written(connection):
     """A later move fails: the connection closes only when those in the background have ended."""
-    batches = [replace(BATCH, sources=Far(8), reservation=i) for i in range(2)]
+    batches = [replace(BATCH, sources=Far([i])) for i in range(3)]
 
     def move(batch, blocks, slots, generations):
-        if batch.reservation == 1:
+        if batch.sources.ids == [2]:
             raise DeadlineError("the mapping took too long")
 
         def commit():
@@ -120,5 +159,14 @@ def test_slots_are_not_given_back_while_they_are_written(connection):
 
         return commit
 
-    assert write(connection, move, batches) == [WriteStatus.FAILED] * 2
+    assert write(connection, move, batches) == [WriteStatus.FAILED] * 3
     assert connection.told[-2:] == ["end", "close"]
+
+
+def test_when_a_batch_cannot_be_made_those_after_it_have_failed_too(connection):
+    def made():
+        yield BATCH
+        raise UnavailableError("the device refuses")
+
+    assert write(connection, None, made()) == [WriteStatus.FAILED]
+    assert connection.is_closed

@@ -216,7 +216,7 @@ class GpuPages(DevicePages):
     def scatter(self, blocks: Sequence[int], data: Bytes) -> None:
         """See `Pages.scatter`."""
         starts, seeds = self._whole(blocks)
-        self.direct(blocks).load(data.reshape(-1), starts, seeds, lasting=False)
+        self.direct(blocks).begin_load(data.reshape(-1), starts, seeds, lasting=False)()
 
     def _whole(self, blocks: Sequence[int]) -> tuple[NDArray[np.uint64], Callable[[], list[int]]]:
         """Where blocks lie in an array of just them; and seeds, since something has to be summed."""

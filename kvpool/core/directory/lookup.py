@@ -15,7 +15,7 @@ from kvpool.core.directory.tenants import LOOKUPS
 from kvpool.core.directory.tombstones import MissReason
 from kvpool.core.errors import InvalidHashError
 from kvpool.core.keys import count_hashes, hash_at
-from kvpool.core.limits import MATCH_BLOCKS_MAX
+from kvpool.core.limits import HASH_BYTES, MATCH_BLOCKS_MAX
 
 NUMPY_ROWS_MIN = 24
 """Fewer values are gathered faster one by one."""
@@ -197,9 +197,9 @@ def _gather(
         tiering.note_reads(state, block_rows, now_us)
     block: Sequence[int] = range(len(block_rows))
     heads: Sequence[int] = _take(state.blocks.placement, block_rows)
-    if any(link != NIL for link in _take(rows.next, heads)):
+    if not _all_are(_take(rows.next, heads), NIL):
         block, heads = _all_copies(state, block_rows)
-    if shard is not None and any(found != shard for found in _take(rows.shard, heads)):
+    if shard is not None and not _all_are(_take(rows.shard, heads), shard):
         chosen = [i for i, found in enumerate(_take(rows.shard, heads)) if found == shard]
         block, heads = [block[i] for i in chosen], [heads[i] for i in chosen]
     return Location(
@@ -216,19 +216,22 @@ def _gather(
 
 def _visible_rows(state: DirectoryState, index: Index, hashes: bytes, first: int, end: int) -> list[int]:
     """Rows of the slice; cut at the first hole, which only a list that is not one chain can have."""
-    states = state.blocks.state
-    found: list[int] = []
-    for block in range(first, end):
-        row = index.get(hash_at(hashes, block), NIL)
-        if row == NIL or states[row] != BlockState.VISIBLE:
-            break
-        found.append(row)
-    return found
+    find = index.get
+    found = [find(hashes[at : at + HASH_BYTES], NIL) for at in range(first * HASH_BYTES, end * HASH_BYTES, HASH_BYTES)]
+    # NIL would count from the column's end: it is looked at first.
+    if NIL not in found and _all_are(_take(state.blocks.state, found), BlockState.VISIBLE):
+        return found
+    holes = (i for i, row in enumerate(found) if row == NIL or state.blocks.state[row] != BlockState.VISIBLE)
+    return found[: next(holes)]
 
 
 def _all_copies(state: DirectoryState, block_rows: list[int]) -> tuple[list[int], list[int]]:
     pairs = [(i, p) for i, row in enumerate(block_rows) for p in state.placements.of_block(row)]
     return [i for i, _ in pairs], [p for _, p in pairs]
+
+
+def _all_are(values: "array[int]", value: int) -> bool:
+    return values.count(value) == len(values)
 
 
 def _take(column: "array[int]", rows: Sequence[int]) -> "array[int]":

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -116,8 +116,9 @@ class UcxTransport(Transport):
             return self._framed.read(batch, deadline)
         return self._read_rest(batch, statuses, deadline)
 
-    def write(self, batches: Sequence[WriteBatch], deadline: Deadline) -> list[bytearray]:
+    def write(self, batches: Iterable[WriteBatch], deadline: Deadline) -> list[bytearray]:
         """See `Transport.write`."""
+        batches = list(batches)
         large = any(batch.block_bytes > BLOCK_BYTES_MAX for batch in batches)
         if large or self._is_paused() or not self._is_known(deadline):
             return self._framed.write(batches, deadline)
