@@ -1,0 +1,166 @@
+"""The way to Redis or Valkey: one server, Sentinel, or Cluster, with the function library that kvpool brings."""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kvpool.core.errors import SettingsError, UnavailableError
+
+try:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.cluster import ClusterNode, RedisCluster
+    from redis.retry import Retry
+    from redis.sentinel import Sentinel
+except ImportError:  # an extra
+    redis = None  # type: ignore[assignment]
+
+PARTS = ("records", "chains", "removing", "placing", "writing", "reading", "nodes", "functions")
+"""Files of the library, in the order in which one builds on another."""
+
+SCHEMES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
+POOL = "kvpool:{pool}:"
+"""First part of the keys that are of the whole pool."""
+
+Key = tuple[str, str]
+
+
+@functools.cache
+def library() -> tuple[str, str]:
+    """The library's source and the suffix of its functions' names, so that versions do not meet."""
+    folder = resources.files("kvpool.meta.store") / "lua"
+    body = "\n".join((folder / f"{part}.lua").read_text() for part in PARTS)
+    suffix = "_" + hashlib.sha256(body.encode()).hexdigest()[:8]
+    return f"#!lua name=kvpool{suffix}\nlocal SUFFIX = '{suffix}'\n{body}", suffix
+
+
+class RedisLink:
+    """Calls to Redis. Thread-safe.
+
+    Args:
+        url: ``redis://[USER:PASSWORD@]HOST[:PORT][/DB]`` (``rediss``: over TLS),
+            ``redis+sentinel://HOST:PORT,HOST:PORT/NAME`` or ``redis+cluster://HOST:PORT,HOST:PORT``.
+        timeout_s: Bound on each call, dialling included.
+
+    Raises:
+        SettingsError: Not such a URL, or redis-py is not installed.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        if redis is None:
+            raise SettingsError("redis-py is not installed; install kvpool[redis], or leave --state out")
+        self.url = url
+        self.failures = 0
+        self._client = _client(url, timeout_s)
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys are spread over several servers."""
+        return isinstance(self._client, RedisCluster)
+
+    def call(self, prefix: str, function: str, *arguments: Any) -> Any:
+        """A function of the library on the keys that begin with ``prefix``; raises UnavailableError."""
+        return self.calls([(prefix, function, arguments)])[0]
+
+    def calls(self, wanted: Sequence[tuple[str, str, Sequence[Any]]]) -> list[Any]:
+        """Several calls, on one server in one exchange; raises UnavailableError."""
+        suffix = library()[1]
+        commands = [("FCALL", f"kvpool_{name}{suffix}", 1, prefix, *args) for prefix, name, args in wanted]
+        try:
+            return self.run(commands)
+        except LibraryMissingError:
+            self._load()
+            return self.run(commands)
+
+    def run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Plain commands, each on one key (its first or, of FCALL, its third argument); raises UnavailableError."""
+        try:
+            if len(commands) == 1:
+                return [self._client.execute_command(*commands[0])]
+            pipeline = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            return list(pipeline.execute())
+        except redis.exceptions.RedisError as error:
+            raise self._failure(error) from error
+
+    def servers(self) -> list[dict[str, Any]]:
+        """``INFO`` of every primary; raises UnavailableError."""
+        try:
+            if isinstance(self._client, RedisCluster):
+                return list(self._client.info(target_nodes=RedisCluster.PRIMARIES).values())
+            return [self._client.info()]
+        except redis.exceptions.RedisError as error:
+            raise self._failure(error) from error
+
+    def keys_of(self, pattern: str) -> list[bytes]:
+        """All keys that match, of every primary; raises UnavailableError."""
+        try:
+            return list(self._client.scan_iter(pattern, count=1000))
+        except redis.exceptions.RedisError as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def _load(self) -> None:
+        source, _ = library()
+        try:
+            if isinstance(self._client, RedisCluster):
+                self._client.execute_command("FUNCTION LOAD", "REPLACE", source, target_nodes=RedisCluster.PRIMARIES)
+            else:
+                self._client.execute_command("FUNCTION LOAD", "REPLACE", source)
+        except redis.exceptions.RedisError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> UnavailableError:
+        if "Function not found" in str(error):
+            return LibraryMissingError(str(error))
+        self.failures += 1
+        return UnavailableError(f"the pool's state in {self.url.rpartition('@')[2]} cannot be reached: {error}")
+
+
+class LibraryMissingError(UnavailableError):
+    """Redis does not know the functions: it was restarted, or is new to the cluster."""
+
+
+def _client(url: str, timeout_s: float) -> Any:
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES or not parts.netloc:
+        raise SettingsError(f"state {url!r} is no place; write redis://HOST:PORT, redis+sentinel:// or redis+cluster://")
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),  # type: ignore[no-untyped-call]
+    }
+    if parts.scheme in {"redis", "rediss"}:
+        return redis.Redis.from_url(url, **options)
+    login, _, places = parts.netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    if login:
+        options |= {"username": unquote(user) or None, "password": unquote(password)}
+    hosts = [_host(url, place) for place in places.split(",")]
+    if parts.scheme == "redis+cluster":
+        nodes = [ClusterNode(host, port) for host, port in hosts]
+        options["retry"] = Retry(NoBackoff(), 1)  # type: ignore[no-untyped-call]
+        try:
+            return RedisCluster(startup_nodes=nodes, **options)
+        except redis.exceptions.RedisError as error:
+            raise UnavailableError(f"{url.rpartition('@')[2]} cannot be reached: {error}") from error
+    name = parts.path.strip("/")
+    if not name:
+        raise SettingsError(f"state {url!r} names no primary; write redis+sentinel://HOST:PORT/NAME")
+    sentinel = Sentinel(hosts, sentinel_kwargs={"socket_timeout": timeout_s}, **options)  # type: ignore[no-untyped-call]
+    return sentinel.master_for(name)  # type: ignore[no-untyped-call]
+
+
+def _host(url: str, place: str) -> tuple[str, int]:
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit():
+        raise SettingsError(f"{place!r} in {url!r} is no address; write HOST:PORT")
+    return host.strip("[]"), int(port)

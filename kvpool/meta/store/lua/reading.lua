@@ -1,0 +1,145 @@
+-- Match, locate, explain: as kvpool/core/directory/lookup.py.
+
+local UNCAPPED = -1
+
+-- Length of the visible prefix by O(log n) reads of one byte, and the row of its last block.
+local function peek_visible(hash)
+  local row = tonumber(redis.call('HGET', P .. 'idx', hash))
+  if not row then return nil end
+  local at = row % CHUNK
+  local offset = at * BLOCK_BYTES + STATE_AT
+  local state = redis.call('GETRANGE', P .. 'b:' .. int((row - at) / CHUNK), offset, offset)
+  return string.byte(state) == VISIBLE and row or nil
+end
+
+local function prefix(hashes, asked)
+  local low, step, high, last = 0, 1, nil, nil
+  while low < asked do
+    local probe = math.min(low + step, asked) - 1
+    local row = peek_visible(hash_at(hashes, probe))
+    if not row then
+      high = probe
+      break
+    end
+    low, step, last = probe + 1, step * 2, row
+  end
+  if not high then return asked, last end
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    local row = peek_visible(hash_at(hashes, middle))
+    if row then low, last = middle + 1, row else high = middle end
+  end
+  return low, last
+end
+
+local function tombstone(hash)
+  local found = redis.call('HGET', P .. 'tomb', hash)
+  return found and cjson.decode(found) or nil
+end
+
+-- Why a block cannot be matched; '' when it can. 'unknown': a shard has not come, and nobody knows why.
+local function why(hash)
+  local b = present(hash)
+  if b and b.state == VISIBLE then return '' end
+  if b and b.state == IN_FLIGHT then return 'in_flight' end
+  if b and b.missing == 0 then return 'parent_missing' end
+  local left = tombstone(hash)
+  return left and left[2] or (b and 'unknown' or 'cold')
+end
+
+local function touch(row)
+  write_record('b:', row, BLOCK_BYTES, USED_AT, struct.pack('<d', now))
+end
+
+-- All of a match, or what the cap allows of it: leases may hold `share` of what the namespace uses, under pressure.
+local function within_cap(hashes, first, matched, row, share)
+  if share == UNCAPPED then return matched, row end
+  for _, number in ipairs(redis.call('ZRANGEBYSCORE', P .. 'lease_ends', '-inf', now, 'LIMIT', 0, SLICE)) do
+    end_lease(number)
+  end
+  local used = 0
+  for _, number in ipairs(redis.call('HKEYS', P .. 'seg')) do used = used + used_bytes(tonumber(number)) end
+  local block_bytes = ns.slot_bytes * ns.shards
+  local spare = math.floor(share * used) - (ns.leased_bytes or 0)
+  local charged = tonumber(redis.call('HGET', P .. 'charged', row)) or 0
+  if (matched - first) * block_bytes <= spare + charged then return matched, row end
+  local allowed = math.min(matched, first + math.max(0, math.floor(spare / block_bytes)))
+  if allowed == matched then return matched, row end
+  return allowed, allowed > 0 and find(hash_at(hashes, allowed - 1)) or nil
+end
+
+local function match(hashes, first, lease_us, share)
+  local asked = #hashes / HASH
+  local matched, row = prefix(hashes, asked)
+  local whole = matched
+  if lease_us > 0 and matched > 0 then matched, row = within_cap(hashes, first, matched, row, share) end
+  local lease = '0'
+  if matched > 0 and lease_us > 0 and matched > first then
+    local b, until_us = block(row), now + lease_us
+    b.used_us, b.held_us = now, math.max(b.held_us, until_us)
+    count('last_lease')
+    lease = int(ns.base + ns.last_lease)
+    redis.call('ZADD', P .. 'lease_ends', until_us, lease)
+    put_lease(lease, row, until_us, (matched - first) * ns.slot_bytes * ns.shards)
+  elseif matched > 0 then
+    touch(row)
+  end
+  local reason = matched < asked and why(hash_at(hashes, matched)) or ''
+  if lease_us > 0 then close() end
+  return { matched, reason, lease, whole }
+end
+
+local function release(number)
+  local row = end_lease(number)
+  if not row then return 0 end
+  local latest = redis.call('ZRANGE', lease_key(row), -1, -1, 'WITHSCORES')
+  local b = block(row)
+  b.held_us = tonumber(latest[2]) or NEVER
+  push_leaf(b)
+  return 1
+end
+
+-- Placements of the visible blocks from `first` on, each as its index and its record.
+local function locate(hashes, first, shard)
+  local asked = #hashes / HASH
+  local matched, last = prefix(hashes, asked)
+  if last then touch(last) end
+  find_all(hashes, first, matched - 1)
+  local found, located = {}, 0
+  for i = first, matched - 1 do
+    local row = find(hash_at(hashes, i))
+    local raw = row ~= NIL and read_record('b:', row, BLOCK_BYTES)
+    if not raw or string.byte(raw, STATE_AT + 1) ~= VISIBLE then break end -- a list that is not one chain
+    located = located + 1
+    local at = struct.unpack('<i4', raw, STATE_AT - 3)
+    while at ~= NIL do
+      local record = read_record('p:', at, PLACE_BYTES)
+      local of_shard = struct.unpack('<H', record, 5)
+      if shard < 0 or of_shard == shard then found[#found + 1] = struct.pack('<I4', i - first) .. record end
+      at = struct.unpack('<i4', record, PLACE_BYTES - 11)
+    end
+  end
+  local reason = matched < asked and why(hash_at(hashes, matched)) or ''
+  return { located, reason, table.concat(found) }
+end
+
+-- For people: why, where it is, who writes it, what is known of how it left, the nearest ancestor that is missing.
+local function explain(hash)
+  local reason, b, left = why(hash), present(hash), tombstone(hash)
+  local said = { reason = reason, now = int(now) }
+  if b then
+    said.where = {}
+    for _, p in ipairs(places_of(b)) do said.where[#said.where + 1] = p.segment end
+    said.used = int(b.used_us)
+    said.owner = b.writer ~= 0 and redis.call('HGET', P .. 'owners', int(b.writer)) or ''
+    said.deadline = b.writer ~= 0 and redis.call('ZSCORE', P .. 'due', int(b.writer)) or ''
+  end
+  if reason == 'parent_missing' then
+    local above = b
+    while why(above.hash) == 'parent_missing' do above = block(above.parent) end
+    said.missing, said.missing_reason = {}, why(above.hash)
+    for at = 1, HASH do said.missing[at] = string.byte(above.hash, at) end
+  end
+  if left and (not b or b.missing > 0) then said.left = left end
+  return cjson.encode(said)
+end
