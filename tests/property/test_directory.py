@@ -33,9 +33,12 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = DirectoryModel(self.age_slack, with_disks=self.with_disks, policy=self.policy)
+        self.pool = self.make_pool()
         self.directory = self.pool.directory
         self.applied = {"node-0": 0, "node-1": 0}
+
+    def make_pool(self) -> DirectoryModel:
+        return DirectoryModel(self.age_slack, with_disks=self.with_disks, policy=self.policy)
 
     @initialize(work=st.lists(chains, min_size=2, max_size=6))
     def work(self, work: list[Tokens]) -> None:
@@ -282,7 +285,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         for write in self.pool.open:
             for _, _, number in write.pending:
                 promised[number] += slot_bytes(write.namespace)
-        for copy in open_copies(self.directory):
+        for copy in self.pool.open_copies():
             namespace = self.directory.namespaces()[copy.namespace]
             promised[copy.destination.number] += len(copy.rows) * slot_bytes(namespace)
         for segment in self.directory.segments():

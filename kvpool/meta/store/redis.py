@@ -7,7 +7,6 @@ write at most. See docs/design/redis.md.
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from kvpool.core.directory import (
     DirectoryConfig,
     DirectoryStats,
     Explanation,
-    FreeSlot,
     Inventory,
     Location,
     LookupStats,
@@ -32,6 +30,7 @@ from kvpool.core.directory import (
     ReserveResult,
     Segment,
     Share,
+    Want,
 )
 from kvpool.core.directory.directory import COUNTS
 from kvpool.core.directory.writing import Committed
@@ -45,7 +44,7 @@ from kvpool.meta.store.explaining import explanation
 from kvpool.meta.store.link import RedisLink
 from kvpool.meta.store.outboxes import Outboxes
 from kvpool.meta.store.pool import Epoch, Known, Pool, SegmentRecord
-from kvpool.meta.store.usage import Usage
+from kvpool.meta.store.usage import Freed, Usage, freed_of
 
 NUMBER_BITS = 51
 """Bits of a reservation or lease below those of its namespace's number: Lua counts in doubles."""
@@ -273,24 +272,14 @@ class RedisStore:
             raise InvalidHashError("a hash stands twice in the chain; each block has its own")
         known = self.pool.known(namespace_id)
         records = {number: record for number, record in self.pool.segments().items() if record.open}
-        freed = self.usage.make_room(known, records, blocks - first)
-        choices = self.usage.choices(namespace_id, records)
-        slack = self._config.age_slack
-        answer = self._call(
-            namespace_id, "reserve", hashes, first, parent, owner, microseconds(ttl_s), choices, repr(slack)
-        )
-        kind = answer[0]
-        if kind == b"missing":
-            return ReserveResult(0, b"", {}, answer[1])
-        if kind == b"loop":
-            raise NamespaceMismatchError("the chain's parent is stored below the chain: give the hashes from their root")
-        if kind == b"chain":
-            raise NamespaceMismatchError(
-                f"hashes[{answer[1]}] is stored below another parent: the hashes are not one chain; "
-                "give them from the root"
-            )
-        _, number, wants, shares, victims = answer
-        return _reserved(_number(known, int(number)), wants, shares, (*freed, *_by_segment(victims, records)))
+        wanted = (hashes, first, parent, owner, microseconds(ttl_s))
+        freed = self.usage.make_room(known, records, hashes, first)
+        result = self._reserve(known, records, wanted, freed)
+        refused = result.wants.count(Want.NO_ROOM)
+        if not refused or not (more := self.usage.let_others_give(known, records, refused)):
+            return result
+        self.abort(result.reservation)
+        return self._reserve(known, records, wanted, [*freed, *more])
 
     def commit(self, reservation: int, segment_id: bytes, written: list[Committed]) -> list[CommitStatus]:
         """See `Directory.commit`."""
@@ -361,6 +350,26 @@ class RedisStore:
                 misses={reason: self._misses[reason] for reason in MissReason},
             )
 
+    def _reserve(
+        self, known: Known, records: dict[int, SegmentRecord], wanted: tuple[Any, ...], freed: list[Freed]
+    ) -> ReserveResult:
+        """One try; what ``freed`` names is for the grants, and what it frees itself is added there."""
+        choices = self.usage.choices(known.namespace.id, records)
+        answer = self._call(known.namespace.id, "reserve", *wanted, choices, self._config.age_slack)
+        kind = answer[0]
+        if kind == b"missing":
+            return ReserveResult(0, b"", {}, answer[1])
+        if kind == b"loop":
+            raise NamespaceMismatchError("the chain's parent is stored below the chain: give the hashes from their root")
+        if kind == b"chain":
+            raise NamespaceMismatchError(
+                f"hashes[{answer[1]}] is stored below another parent: the hashes are not one chain; "
+                "give them from the root"
+            )
+        _, number, wants, shares, victims = answer
+        freed += freed_of(victims, records)
+        return _reserved(_number(known, int(number)), wants, shares, freed)
+
     def _call(self, namespace_id: bytes, function: str, *arguments: Any) -> Any:
         return self.link.call(self.epoch.prefix(namespace_id), function, *arguments)
 
@@ -421,20 +430,14 @@ def _check_first(hashes: bytes, first: int) -> int:
     return blocks
 
 
-def _by_segment(freed: list[Any], records: dict[int, SegmentRecord]) -> list[tuple[int, list[FreeSlot]]]:
-    """Orders that a function returned as {number, packed, ...}."""
-    pairs = zip(freed[::2], freed[1::2], strict=True)
-    return [(n, packing.unpack_orders(packed, records[n].segment_id)) for n, packed in pairs if n in records]
-
-
 def _reserved(
-    number: int, wants: bytes, packed: list[bytes], victims: Sequence[tuple[int, list[FreeSlot]]]
+    number: int, wants: bytes, packed: list[bytes], freed: list[Freed]
 ) -> ReserveResult:
     shares: dict[tuple[int, int], Share] = {}
     for key, indexes in zip(packed[::2], packed[1::2], strict=True):
         segment, shard = np.frombuffer(key, "<u2").tolist()
         shares[segment, shard] = Share(np.frombuffer(indexes, "<u4").tolist())
-    for segment, orders in victims:
+    for segment, orders in freed:
         ranks = [share for (at, _), share in shares.items() if at == segment]
         for i, order in enumerate(orders if ranks else ()):
             ranks[i % len(ranks)].victims.append(order)

@@ -13,8 +13,14 @@ from kvpool.meta.store.pool import Known, Pool, SegmentRecord
 ROUNDS_MAX = 64
 """Namespaces asked to make room in one reservation."""
 
-OLDEST = (2, 0)
+NONE = (2, 0)
+"""The age of what has no leaf to give."""
+
 NEWEST = (1, 1 << 52)
+
+
+Freed = tuple[int, list[FreeSlot]]
+"""Orders to free slots of one segment, by its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,45 +77,53 @@ class Usage:
             return -1.0
         return config.lease_cap * capacity_bytes / used_bytes
 
-    def make_room(
-        self, known: Known, records: dict[int, SegmentRecord], blocks: int
-    ) -> list[tuple[int, list[FreeSlot]]]:
-        """Let namespaces with older leaves than this one's give way to ``blocks`` of it; their slots, by segment.
+    def make_room(self, known: Known, records: dict[int, SegmentRecord], hashes: bytes, first: int) -> list[Freed]:
+        """Let namespaces with older leaves than this one's give way to the blocks it lacks; what they freed.
 
-        What its own leaves have to give is for its reservation itself to take.
+        What its own leaves have to give is for its reservation itself to take: it knows which it must keep.
         """
         everyone = self._all()
         if len(everyone) < 2:
             return []
-        freed: list[tuple[int, list[FreeSlot]]] = []
-        need_bytes = self._lack_bytes(known, records, blocks)
+        lack = self._call(known, "lacking", hashes, first) * known.namespace.shards
+        return self._evict(known, records, everyone, lack - self._free_slots(known, records), spare_own=False)
+
+    def let_others_give(self, known: Known, records: dict[int, SegmentRecord], blocks: int) -> list[Freed]:
+        """Let other namespaces give way to so many blocks, though their leaves be younger: its own are not enough."""
+        return self._evict(known, records, self._all(), blocks * known.namespace.shards, spare_own=True)
+
+    def _evict(
+        self, known: Known, records: dict[int, SegmentRecord], everyone: list[Known], slots: int, *, spare_own: bool
+    ) -> list[Freed]:
+        """The oldest leaves of all namespaces go, one namespace at a time, up to the bytes of ``slots``."""
+        freed: list[Freed] = []
+        need_bytes = slots * _slot_bytes(known)
         for _ in range(ROUNDS_MAX):
             if need_bytes <= 0:
                 break
-            ages = sorted((self._oldest(other, records), other.number, other) for other in everyone)
-            (_, _, oldest), (bound, _, _) = ages[0], ages[1]
-            if oldest is known or ages[0][0] == OLDEST:
+            some = [other for other in everyone if not spare_own or other is not known]
+            ages = sorted((self._oldest(other, records), other.number, other) for other in some)
+            if not ages or ages[0][0] == NONE or ages[0][2] is known:
                 break
-            than = NEWEST if bound == OLDEST else (bound[0], bound[1] + 1)
-            choices = self.choices(oldest.namespace.id, records)
-            got, packed = self._call(oldest, "evict", choices, need_bytes, *than)
-            for number, orders in zip(packed[::2], packed[1::2], strict=True):
-                freed.append((number, packing.unpack_orders(orders, records[number].segment_id)))
-            need_bytes -= got
-            if not got:
+            bound = ages[1][0] if len(ages) > 1 else NONE
+            than = NEWEST if bound == NONE else (bound[0], bound[1] + 1)
+            choices = self.choices(ages[0][2].namespace.id, records)
+            got_bytes, packed = self._call(ages[0][2], "evict", choices, need_bytes, *than)
+            freed += freed_of(packed, records)
+            need_bytes -= got_bytes
+            if not got_bytes:
                 break
         return freed
 
-    def _lack_bytes(self, known: Known, records: dict[int, SegmentRecord], blocks: int) -> int:
-        namespace = known.namespace
-        wanted_bytes = blocks * namespace.shards * pages_of(namespace.block_bytes) * PAGE_BYTES
+    def _free_slots(self, known: Known, records: dict[int, SegmentRecord]) -> int:
+        """Slots of the namespace that the segments have room for."""
         every = self.stats()
         takes = [_segment(number, record, every) for number, record in records.items() if record.accepts]
-        return wanted_bytes - sum(segment.free_bytes for segment in takes)
+        return sum(max(0, segment.free_bytes) // _slot_bytes(known) for segment in takes)
 
     def _oldest(self, known: Known, records: dict[int, SegmentRecord]) -> tuple[int, int]:
         found = self._call(known, "oldest", self.choices(known.namespace.id, records))
-        return (int(found[0]), int(found[1])) if found else OLDEST
+        return (int(found[0]), int(found[1])) if found else NONE
 
     def _all(self) -> list[Known]:
         self._pool.read_namespaces()
@@ -124,6 +138,16 @@ class Usage:
         prefix = self._pool.epoch.prefix
         found = self._pool.link.calls([(prefix(known.namespace.id), "stats", ()) for known in wanted])
         return [_namespace_stats(answer) for answer in found]
+
+
+def freed_of(packed: list[Any], records: dict[int, SegmentRecord]) -> list[Freed]:
+    """What a function freed, which returns it as {number, orders, ...}."""
+    pairs = zip(packed[::2], packed[1::2], strict=True)
+    return [(n, packing.unpack_orders(orders, records[n].segment_id)) for n, orders in pairs if orders and n in records]
+
+
+def _slot_bytes(known: Known) -> int:
+    return pages_of(known.namespace.block_bytes) * PAGE_BYTES
 
 
 def _namespace_stats(answer: list[Any]) -> NamespaceStats:

@@ -37,6 +37,7 @@ register('kvpool_stats', function()
   end
   return { redis.call('HGETALL', P .. 'ns'), redis.call('ZCARD', P .. 'due'), redis.call('HLEN', P .. 'leases'), used }
 end)
+register('kvpool_lacking', function(a) return lacking(a[1], tonumber(a[2])) end)
 register('kvpool_oldest', function(a)
   local leaf = victim(read_choices(a[1]), nil, 0)
   return leaf and { rank(leaf), int(leaf.used_us) } or {}

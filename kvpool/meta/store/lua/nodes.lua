@@ -81,7 +81,8 @@ local function lose(number, most)
 end
 
 local function orders(id, after, most)
-  local slots = redis.call('ZRANGEBYSCORE', P .. 'outq:' .. id, '(' .. int(after), '+inf', 'LIMIT', 0, most)
+  local slots = redis.call('ZRANGEBYSCORE', P .. 'outq:' .. id, '(' .. int(after), '+inf', 'LIMIT', 0,
+    math.min(most, SLICE))
   if #slots == 0 then return '' end
   return table.concat(redis.call('HMGET', P .. 'out:' .. id, unpack(slots)))
 end

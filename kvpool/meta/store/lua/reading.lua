@@ -140,6 +140,6 @@ local function explain(hash)
     said.missing, said.missing_reason = {}, why(above.hash)
     for at = 1, HASH do said.missing[at] = string.byte(above.hash, at) end
   end
-  if left and (not b or b.missing > 0) then said.left = left end
+  if left and (not b or (b.state == DORMANT and b.missing > 0)) then said.left = left end
   return cjson.encode(said)
 end

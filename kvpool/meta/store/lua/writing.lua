@@ -168,6 +168,17 @@ local function take_freed(numbers)
   return found
 end
 
+-- Blocks of a chain that would have to be written.
+local function lacking(hashes, first)
+  local last, lack = #hashes / HASH - 1, 0
+  find_all(hashes, first, last)
+  for i = first, last do
+    local b = present(hash_at(hashes, i))
+    if not b or (b.state == DORMANT and b.missing > 0) then lack = lack + 1 end
+  end
+  return lack
+end
+
 -- {missing_from} | {'loop'} | {'chain', i} | {'ok', number, wants, shares, freed}
 local function reserve(hashes, first, parent, owner, ttl_us, choices, age_slack)
   expire()
