@@ -26,7 +26,6 @@ _ANNOUNCED = np.dtype(
 )
 _PLACED = np.dtype(
     [
-        ("index", "<u4"),
         ("block", "<i4"),
         ("shard", "<u2"),
         ("segment", "<u2"),
@@ -36,6 +35,7 @@ _PLACED = np.dtype(
         ("links", "V12"),
     ]
 )
+_PLACED_OF_SEVERAL = np.dtype([("index", "<u4"), *((name, _PLACED[name]) for name in _PLACED.names or ())])
 
 
 def pack_choice(number: int, capacity_bytes: int, others_bytes: int, segment_id: bytes, *, takes_new: bool) -> bytes:
@@ -60,12 +60,13 @@ def pack_inventory(part: Inventory) -> bytes:
     return table.tobytes()
 
 
-def unpack_location(blocks: int, placed: bytes, reason: MissReason | None) -> Location:
-    """What `kvpool_locate` found."""
-    table = np.frombuffer(placed, _PLACED)
+def unpack_location(blocks: int, placed: bytes, shards: int, reason: MissReason | None) -> Location:
+    """What `kvpool_locate` found of blocks with so many shards."""
+    table = np.frombuffer(placed, _PLACED if shards == 1 else _PLACED_OF_SEVERAL)
+    index = np.arange(len(table), dtype=np.uint32) if shards == 1 else table["index"]
     return Location(
         blocks=blocks,
-        block=array("I", table["index"].tobytes()),
+        block=array("I", index.tobytes()),
         shard=array("H", table["shard"].tobytes()),
         segment=array("H", table["segment"].tobytes()),
         slot=array("I", table["slot"].tobytes()),

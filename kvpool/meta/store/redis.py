@@ -229,10 +229,10 @@ class RedisStore:
     def locate(self, namespace_id: bytes, hashes: bytes, first: int = 0, shard: int | None = None) -> Location:
         """See `Directory.locate`."""
         blocks = _check_first(hashes, first)
-        self.pool.known(namespace_id)
+        shards = self.pool.known(namespace_id).namespace.shards
         located, said, placed = self._call(namespace_id, "locate", hashes, first, -1 if shard is None else shard)
         reason = self._reason(said) if first + located < blocks else None
-        return packing.unpack_location(located, placed, reason)
+        return packing.unpack_location(located, placed, shards, reason)
 
     def explain(self, namespace_id: bytes, block_hash: bytes) -> MissReason | None:
         """See `Directory.explain`."""

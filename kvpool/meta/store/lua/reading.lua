@@ -99,7 +99,7 @@ local function release(number)
   return 1
 end
 
--- Placements of the visible blocks from `first` on, each as its index and its record.
+-- Placements of the visible blocks from `first` on: with their index where a block has several, else in order.
 local function locate(hashes, first, shard)
   local asked = #hashes / HASH
   local matched, last = prefix(hashes, asked)
@@ -108,17 +108,24 @@ local function locate(hashes, first, shard)
   local found, located = {}, 0
   for i = first, matched - 1 do
     local row = find(hash_at(hashes, i))
-    local raw = row ~= NIL and read_record('b:', row, BLOCK_BYTES)
-    if not raw or string.byte(raw, STATE_AT + 1) ~= VISIBLE then break end -- a list that is not one chain
+    if row == NIL then break end
+    local chunk, start = read_record('b:', row, BLOCK_BYTES)
+    local at, state = struct.unpack('<i4B', chunk, start + STATE_AT - 4)
+    if state ~= VISIBLE then break end -- a list that is not one chain
     located = located + 1
-    local at = struct.unpack('<i4', raw, STATE_AT - 3)
     while at ~= NIL do
-      local record = read_record('p:', at, PLACE_BYTES)
+      local places_read, begins = read_record('p:', at, PLACE_BYTES)
+      local record = string.sub(places_read, begins, begins + PLACE_BYTES - 1)
+      if ns.shards == 1 then
+        found[located] = record
+        break
+      end
       local of_shard = struct.unpack('<H', record, 5)
       if shard < 0 or of_shard == shard then found[#found + 1] = struct.pack('<I4', i - first) .. record end
       at = struct.unpack('<i4', record, PLACE_BYTES - 11)
     end
   end
+  if ns.shards == 1 and shard > 0 then found = {} end
   local reason = matched < asked and why(hash_at(hashes, matched)) or ''
   return { located, reason, table.concat(found) }
 end

@@ -18,35 +18,56 @@ local PLACE = '<i4HHI4c8c8i4i4i4'
 local PLACE_BYTES = 40
 local SEGMENT = '<c16i4dd'
 
-local P, ns, now, blocks, places, segments, index, chunks
+local P, ns, now, blocks, places, segments, index, indexed, chunks, written
 
 local function int(number) return string.format('%.0f', number) end
 
 local function hash_at(hashes, i) return string.sub(hashes, i * HASH + 1, (i + 1) * HASH) end
 
+local function chunk_key(kind, number) return P .. kind .. int(number) end
+
+-- The string that a row is in, and where: the whole string is read only when a second row of it is asked for.
 local function read_record(kind, row, size)
   local at = row % CHUNK
-  local key = P .. kind .. int((row - at) / CHUNK)
-  local chunk = chunks[key]
-  if chunk == nil then -- the whole string only when a second row of it is asked for
-    chunks[key] = false
-    return redis.call('GETRANGE', key, at * size, (at + 1) * size - 1)
+  local number, read = (row - at) / CHUNK, chunks[kind]
+  local chunk = read[number]
+  if chunk == nil then
+    read[number] = false
+    return redis.call('GETRANGE', chunk_key(kind, number), at * size, (at + 1) * size - 1), 1
   elseif not chunk then
-    chunk = redis.call('GET', key)
-    chunks[key] = chunk
+    chunk = redis.call('GET', chunk_key(kind, number))
+    read[number] = chunk
   end
-  return string.sub(chunk, at * size + 1, (at + 1) * size)
+  return chunk, at * size + 1
 end
 
 local function write_record(kind, row, size, offset, bytes)
   local at = row % CHUNK
-  redis.call('SETRANGE', P .. kind .. int((row - at) / CHUNK), at * size + offset, bytes)
+  redis.call('SETRANGE', chunk_key(kind, (row - at) / CHUNK), at * size + offset, bytes)
+end
+
+-- Write many rows, those that follow one another in a string at once.
+local function write_rows(kind, size, packed)
+  local rows = {}
+  for row in pairs(packed) do rows[#rows + 1] = row end
+  table.sort(rows)
+  local i = 1
+  while i <= #rows do
+    local first, run = rows[i], { packed[rows[i]] }
+    while rows[i + 1] == first + #run and rows[i + 1] % CHUNK ~= 0 do
+      i = i + 1
+      run[#run + 1] = packed[rows[i]]
+    end
+    write_record(kind, first, size, 0, table.concat(run))
+    i = i + 1
+  end
 end
 
 local function block(row)
   local b = blocks[row]
   if not b then
-    b = { row = row, raw = read_record('b:', row, BLOCK_BYTES) }
+    local chunk, at = read_record('b:', row, BLOCK_BYTES)
+    b = { row = row, raw = string.sub(chunk, at, at + BLOCK_BYTES - 1) }
     b.hash, b.parent, b.first, b.following, b.previous, b.place, b.state, b.missing, b.writer, b.used_us, b.held_us =
       struct.unpack(BLOCK, b.raw)
     blocks[row] = b
@@ -57,7 +78,8 @@ end
 local function place(row)
   local p = places[row]
   if not p then
-    p = { row = row, raw = read_record('p:', row, PLACE_BYTES) }
+    local chunk, at = read_record('p:', row, PLACE_BYTES)
+    p = { row = row, raw = string.sub(chunk, at, at + PLACE_BYTES - 1) }
     p.block, p.shard, p.segment, p.slot, p.generation, p.checksum, p.next, p.after, p.before =
       struct.unpack(PLACE, p.raw)
     places[row] = p
@@ -136,14 +158,12 @@ local function new_block(hash)
     row = row, hash = hash, parent = NIL, first = NIL, following = NIL, previous = NIL, place = NIL, state = GHOST,
     missing = 0, writer = 0, used_us = 0, held_us = NEVER,
   }
-  blocks[row], index[hash] = b, row
-  redis.call('HSET', P .. 'idx', hash, row)
+  blocks[row], index[hash], indexed[hash] = b, row, row
   return b
 end
 
 local function free_block(b)
-  redis.call('HDEL', P .. 'idx', b.hash)
-  index[b.hash] = NIL
+  index[b.hash], indexed[b.hash] = NIL, NIL
   b.hash, b.state, b.parent, b.first, b.place = string.rep('\0', HASH), GHOST, ns.free_block, NIL, NIL
   ns.free_block = b.row
 end
@@ -160,7 +180,8 @@ local function count(name, by) ns[name] = (ns[name] or 0) + (by or 1) end
 
 -- Begin: `prefix` is that of the namespace's keys. Time never runs backwards, whichever server counts it.
 local function open(prefix)
-  P, blocks, places, segments, index, chunks = prefix, {}, {}, {}, {}, {}
+  P, blocks, places, segments, index, indexed, written = prefix, {}, {}, {}, {}, {}, {}
+  chunks = { ['b:'] = {}, ['p:'] = {} }
   local fields = redis.call('HGETALL', P .. 'ns')
   ns = { raw = {} }
   for i = 1, #fields, 2 do
@@ -174,16 +195,52 @@ local function open(prefix)
   return true
 end
 
-local function close()
+local function close_index()
+  local set, gone = {}, {}
+  for hash, row in pairs(indexed) do
+    if row == NIL then
+      gone[#gone + 1] = hash
+    else
+      set[#set + 1], set[#set + 2] = hash, row
+    end
+  end
+  for i = 1, #set, SLICE do redis.call('HSET', P .. 'idx', unpack(set, i, math.min(i + SLICE - 1, #set))) end
+  for i = 1, #gone, SLICE do redis.call('HDEL', P .. 'idx', unpack(gone, i, math.min(i + SLICE - 1, #gone))) end
+end
+
+-- Reservations that lost rows; one without any is over.
+local function close_writers()
+  for number, rows in pairs(written) do
+    local key = P .. 'r:' .. int(number)
+    for i = 1, #rows, SLICE do redis.call('SREM', key, unpack(rows, i, math.min(i + SLICE - 1, #rows))) end
+    if redis.call('EXISTS', key) == 0 then
+      redis.call('ZREM', P .. 'due', int(number))
+      redis.call('HDEL', P .. 'owners', int(number))
+    end
+  end
+end
+
+local function close_tables()
+  local changed = {}
   for row, b in pairs(blocks) do
     local raw = struct.pack(BLOCK, b.hash, b.parent, b.first, b.following, b.previous, b.place, b.state, b.missing,
       b.writer, b.used_us, b.held_us)
-    if raw ~= b.raw then write_record('b:', row, BLOCK_BYTES, 0, raw) end
+    if raw ~= b.raw then changed[row] = raw end
   end
+  write_rows('b:', BLOCK_BYTES, changed)
+  changed = {}
   for row, p in pairs(places) do
     local raw = struct.pack(PLACE, p.block, p.shard, p.segment, p.slot, p.generation, p.checksum, p.next, p.after, p.before)
-    if raw ~= p.raw then write_record('p:', row, PLACE_BYTES, 0, raw) end
+    if raw ~= p.raw then changed[row] = raw end
   end
+  write_rows('p:', PLACE_BYTES, changed)
+end
+
+-- End: write what has changed.
+local function close()
+  close_index()
+  close_writers()
+  close_tables()
   for number, s in pairs(segments) do
     local raw = s and struct.pack(SEGMENT, s.id, s.first, s.blocks, s.spared_us)
     if s and raw ~= s.raw then redis.call('HSET', P .. 'seg', number, raw) end

@@ -38,8 +38,11 @@ local function places_of(b)
 end
 
 local function find_place(b, shard, number)
-  for _, p in ipairs(places_of(b)) do
+  local row = b.place
+  while row ~= NIL do
+    local p = place(row)
     if p.shard == shard and p.segment == number then return p end
+    row = p.next
   end
   return nil
 end
@@ -85,15 +88,12 @@ end
 
 local function rows_key(number) return P .. 'r:' .. int(number) end
 
--- The block is in flight no more; a reservation without blocks is over.
+-- The block is in flight no more.
 local function release_writer(b)
   if b.writer == 0 then return end
-  redis.call('SREM', rows_key(b.writer), b.row)
-  if redis.call('EXISTS', rows_key(b.writer)) == 0 then
-    redis.call('ZREM', P .. 'due', int(b.writer))
-    redis.call('HDEL', P .. 'owners', int(b.writer))
-  end
-  b.writer = 0
+  local rows = written[b.writer] or {}
+  written[b.writer] = rows
+  rows[#rows + 1], b.writer = b.row, 0
 end
 
 local function forget(b, reason, cause, number)
@@ -143,13 +143,10 @@ end
 -- Free what abandoned reservations hold, and forget leases that ran out.
 local function expire()
   for _, number in ipairs(redis.call('ZRANGEBYSCORE', P .. 'due', '-inf', now, 'LIMIT', 0, SLICE)) do
-    redis.call('ZREM', P .. 'due', number)
     for _, row in ipairs(redis.call('SMEMBERS', P .. 'r:' .. number)) do
       count('expired_blocks')
       remove_block(block(tonumber(row)), 'expired')
     end
-    redis.call('DEL', P .. 'r:' .. number)
-    redis.call('HDEL', P .. 'owners', number)
   end
   for _, number in ipairs(redis.call('ZRANGEBYSCORE', P .. 'lease_ends', '-inf', now, 'LIMIT', 0, SLICE)) do
     end_lease(number)
