@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 
 import redis
-
 from waiting import eventually
 
 

@@ -34,6 +34,8 @@ from kvpool.ops.version import __version__
     "meta.requests_max",
     "meta.nodes_max",
     "meta.reflection",
+    "meta.state",
+    "meta.state_timeout_s",
     "meta.policy",
     "meta.replicas_max",
     "meta.replica_read_rate",

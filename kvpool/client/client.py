@@ -11,7 +11,16 @@ from kvpool.client.counters import Counters
 from kvpool.client.keyspace import Keyspace
 from kvpool.client.meta import MetaClient
 from kvpool.client.nodes import Nodes
-from kvpool.client.results import ClientStats, DrainStatus, NodeStatus, PoolStatus, RecoveryStatus, SegmentStatus
+from kvpool.client.results import (
+    ClientStats,
+    DrainStatus,
+    NodeStatus,
+    PoolStatus,
+    RecoveryStatus,
+    SegmentStatus,
+    ServerStatus,
+    SharedStateStatus,
+)
 from kvpool.core.directory import DISK
 from kvpool.core.errors import ClosedError, KvpoolError, UsageError
 from kvpool.core.limits import DEADLINE_S_MAX, DRAIN_S_MAX, STREAMS_MAX
@@ -109,6 +118,8 @@ class Client:
             counters=dict(answer.counters),
             recovery=_recovery_status(answer.recovery),
             security=answer.security,
+            state=_state_status(answer.state) if answer.HasField("state") else None,
+            servers=tuple(_server_status(server) for server in answer.servers),
         )
 
     def drain(
@@ -239,6 +250,15 @@ def check_timeout(timeout_s: float) -> float:
 
 def _recovery_status(message: admin_pb2.Recovery) -> RecoveryStatus:
     return RecoveryStatus(message.active, message.nodes_reported, message.nodes_expected, message.lasted_s)
+
+
+def _state_status(message: admin_pb2.SharedState) -> SharedStateStatus:
+    counts = (message.primaries, message.replicas, message.lag_bytes, message.used_bytes)
+    return SharedStateStatus(message.url, message.epoch, *counts)
+
+
+def _server_status(message: admin_pb2.Server) -> ServerStatus:
+    return ServerStatus(message.incarnation, message.address, message.version, message.ping_s, message.failures)
 
 
 def _node_status(node: common_pb2.Node, transport: str | None, carrier: str) -> NodeStatus:

@@ -46,10 +46,10 @@ _FRAMED = "framed"
 
 
 class MetaClient:
-    """Calls to one metadata service; finds it again after it restarted. Thread-safe.
+    """Calls to a pool's metadata service; finds it, or another one, again after it died. Thread-safe.
 
     Args:
-        uri: ``grpc://host:port``.
+        uri: ``grpc://host:port``; of several services that serve the pool, all, with commas between.
         principal: Who is calling.
         credentials: What proves it, over TLS; None: plaintext.
 
@@ -58,17 +58,19 @@ class MetaClient:
     """
 
     def __init__(self, uri: str, principal: str, credentials: Credentials | None = None) -> None:
-        if not isinstance(uri, str) or not uri.startswith("grpc://"):
+        addresses = [part.removeprefix("grpc://") for part in uri.split(",")] if isinstance(uri, str) else []
+        if not addresses or not all(part.startswith("grpc://") for part in uri.split(",")):
             raise SettingsError(f"pool {uri!r} is not an address; write grpc://HOST:PORT, e.g. grpc://127.0.0.1:7300")
         self.uri = uri
         self.reconnects = -1
         self.overloaded = 0
         self.budget = RetryBudget()
         self._lock = threading.Lock()
-        split_address(uri.removeprefix("grpc://"))
+        for address in addresses:
+            split_address(address)
         self._principal = principal
         self._peer = None if credentials is None else credentials.toward(META)
-        self._channels = Channels(uri.removeprefix("grpc://"), self._peer)
+        self._channels = Channels(",".join(addresses), self._peer)
         self._breaker = Breaker(time.monotonic, pause_s=PAUSE_S)
         self._pools: OpenOnce[str, ConnectionPool] = OpenOnce("the client", ConnectionPool.close)
         self.topology = Topology(0, [])

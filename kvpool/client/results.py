@@ -18,6 +18,8 @@ __all__ = [
     "RecoveryStatus",
     "Reservation",
     "SegmentStatus",
+    "ServerStatus",
+    "SharedStateStatus",
     "StoreResult",
     "WriteResult",
 ]
@@ -57,6 +59,27 @@ class StoreResult:
     refused: int = 0
     missing_from: int | None = None
     size_bytes: int = 0
+
+
+class SharedStateStatus(msgspec.Struct, frozen=True):
+    """The pool's state in Redis; see admin.proto."""
+
+    url: str
+    epoch: int
+    primaries: int
+    replicas: int
+    lag_bytes: int
+    used_bytes: int
+
+
+class ServerStatus(msgspec.Struct, frozen=True):
+    """One of the metadata services that share it; see admin.proto."""
+
+    incarnation: int
+    address: str
+    version: str
+    ping_s: float
+    failures: int
 
 
 class Reservation(msgspec.Struct, frozen=True, array_like=True):
@@ -192,6 +215,8 @@ class PoolStatus:
         counters: The directory's counts.
         recovery: How far the directory is rebuilt since the service's start.
         security: How the service is guarded: ``tls``, ``loopback`` (plaintext, for its host alone) or ``insecure``.
+        state: Where several services share it; None where this one holds it.
+        servers: Those services.
     """
 
     incarnation: int
@@ -201,6 +226,8 @@ class PoolStatus:
     counters: dict[str, int]
     recovery: RecoveryStatus
     security: str = ""
+    state: SharedStateStatus | None = None
+    servers: tuple[ServerStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from kvpool.core.errors import ProtocolError
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import RESERVE_BLOCKS_MAX, SHARDS_MAX
 from kvpool.core.principals import Principal, anyone, require_node
-from kvpool.meta.service import MetaService
+from kvpool.meta.serving import Serving
 from kvpool.ops.failpoints import failpoint
 from kvpool.ops.metrics import Latency, latencies
 from kvpool.transport.wire.messages import (
@@ -55,7 +55,7 @@ class MetaSession:
         times: Where to count how long each of `REQUESTS` took; by default nowhere that anyone looks.
     """
 
-    def __init__(self, service: MetaService, times: Mapping[str, Latency] | None = None) -> None:
+    def __init__(self, service: Serving, times: Mapping[str, Latency] | None = None) -> None:
         self._service = service
         self._principal = anyone("")
         self._handlers: dict[type[Message], Callable[[Any], Message]] = {

@@ -7,6 +7,7 @@ from kvpool.core.directory import DirectoryStats, ReserveResult
 from kvpool.core.members import MemberSegment, Scrub
 from kvpool.core.namespace import Namespace
 from kvpool.core.recovery import Recovery
+from kvpool.meta.shared.servers import ServerRecord, StateHealth
 from kvpool.transport.wire.messages import SegmentGrant, Topology
 
 
@@ -34,6 +35,14 @@ class RecoveryStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class StateStatus:
+    """The shared state, and the services that work with it."""
+
+    health: StateHealth
+    servers: list[ServerRecord]
+
+
+@dataclass(frozen=True, slots=True)
 class MetaStatus:
     """What operators see of the whole service, at one moment."""
 
@@ -50,3 +59,5 @@ class MetaStatus:
     off: dict[str, tuple[MemberSegment, ...]]
     """Segments that failed under their nodes, by node id."""
     recovery: RecoveryStatus
+    state: StateStatus | None = None
+    """None where the state is the service's own."""

@@ -14,6 +14,9 @@ from kvpool.meta.membership import MembershipServicer
 from kvpool.meta.metrics import MetaMetrics
 from kvpool.meta.service import MetaService
 from kvpool.meta.servicers import AdminServicer, DirectoryServicer
+from kvpool.meta.serving import Serving
+from kvpool.meta.shared.service import SharedMetaService
+from kvpool.meta.store.link import StateAwayError
 from kvpool.ops.addresses import at_host
 from kvpool.ops.authentication import open_authenticator, security_of
 from kvpool.ops.grpc_server import GrpcServer
@@ -62,7 +65,8 @@ class MetaServer:
             raise SettingsError(
                 "tokens are for a port of their own: name both tls.tokens and meta.token_port, or neither"
             )
-        self.service = MetaService(settings, time.monotonic, os.urandom, self._recovered)
+        make = MetaService if settings.state is None else SharedMetaService
+        self.service: Serving = make(settings, time.monotonic, os.urandom, self._recovered)
         self.grpc_address = ""
         self.token_address = ""
         self.framed_address = ""
@@ -118,6 +122,7 @@ class MetaServer:
                 self._grpc.stop(STOP_GRACE_S)  # one that starts and is not stopped hangs at exit
             self._framed.stop()
             raise
+        self.service.started(self.grpc_address)
         self._ticker.start()
         where = {"grpc": self.grpc_address, "framed": framed, "http": self.http_address}
         log.info("meta_started", security=self.security, **where, incarnation=self.service.incarnation)
@@ -125,6 +130,7 @@ class MetaServer:
     def stop(self) -> None:
         """Stop serving and wait for every thread."""
         self._http.stop()
+        self.service.stopping()
         self._stopping.set()
         self.service.work.set()
         if self._grpc is not None:
@@ -132,6 +138,7 @@ class MetaServer:
         self._framed.stop()
         if self._ticker.ident is not None:
             self._ticker.join()
+        self.service.close()
         log.info("meta_stopped")
 
     def _register(self, server: grpc.Server, framed: list[str]) -> None:
@@ -157,7 +164,10 @@ class MetaServer:
         """Why clients should not come here now: they would get nothing but misses."""
         if not self._is_ready.is_set():
             return "recovering: nodes have yet to report what they hold"
-        ready = self.service.ask(lambda _, members: any(member.state == MemberState.READY for member in members))
+        try:
+            ready = self.service.ask(lambda _, members: any(member.state == MemberState.READY for member in members))
+        except StateAwayError as error:
+            return str(error)
         return "" if ready else "no node is ready"
 
     def _recovered(self) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import grpc
+import msgspec
 
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, NO_NUMBER, RESERVE_BLOCKS_MAX
@@ -11,7 +12,7 @@ from kvpool.core.members import Scrub
 from kvpool.core.namespace import parse_namespace
 from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
 from kvpool.meta.moving import DrainProgress
-from kvpool.meta.service import MetaService
+from kvpool.meta.serving import Serving
 from kvpool.ops.identity import principal_of
 from kvpool.transport.wire.messages import Topology, unpack
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
@@ -26,7 +27,7 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
         version: Of the software.
     """
 
-    def __init__(self, service: MetaService, framed: list[str], version: str) -> None:
+    def __init__(self, service: Serving, framed: list[str], version: str) -> None:
         self._service = service
         self._framed = framed
         self._version = version
@@ -133,7 +134,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     """
 
     def __init__(
-        self, service: MetaService, version: str, refusals: Callable[[], dict[str, int]], security: str = ""
+        self, service: Serving, version: str, refusals: Callable[[], dict[str, int]], security: str = ""
     ) -> None:
         self._security = security
         self._service = service
@@ -154,6 +155,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 for namespace in status.namespaces
             ],
             counters=dataclasses.asdict(status.stats) | self._refusals(),
+            state=None if status.state is None else admin_pb2.SharedState(**dataclasses.asdict(status.state.health)),
+            servers=[
+                admin_pb2.Server(**msgspec.structs.asdict(server))
+                for server in (status.state.servers if status.state is not None else ())
+            ],
             recovery=admin_pb2.Recovery(
                 active=status.recovery.active,
                 nodes_reported=status.recovery.reported_nodes,
@@ -226,7 +232,7 @@ def _explanation(block: BlockExplained) -> admin_pb2.BlockExplanation:
     )
 
 
-def topology_message(service: MetaService) -> common_pb2.Topology:
+def topology_message(service: Serving) -> common_pb2.Topology:
     """The nodes with their use, as gRPC tells it."""
     status = service.status()
     topology: Topology = status.topology

@@ -38,6 +38,7 @@ from kvpool.ops.setting_kinds import (
     Size,
     SizeOrNone,
     SocketPath,
+    StateUrl,
 )
 
 TLS_OR_INSECURE = "TLS (--tls-dir; `kvpool certs` makes one) or --insecure"
@@ -174,6 +175,12 @@ class MetaSettings(ServerSettings):
 
     reflection: bool = False
     """Serve gRPC reflection."""
+
+    state: StateUrl | None = None
+    """Redis or Valkey that holds the pool's state, for several services to share; by default the service holds it."""
+
+    state_timeout_s: Duration = 1.0
+    """Time that Redis gets to answer a call."""
 
     policy: Literal["default", "lru"] = "lru"
     """Eviction policy: lru evicts the oldest leaf, default the one that is least likely to be used again soon."""

@@ -7,19 +7,16 @@ import numpy as np
 from property.inspect_directory import BlockView, Views
 
 from kvpool.core.directory import BlockState
-from kvpool.core.limits import PAGE_BYTES
-from kvpool.core.units import pages_of
 from kvpool.meta.store.pool import Known
 from kvpool.meta.store.redis import RedisStore
 
 NIL, ROOT, GHOST = -1, -2, 0
 CHUNK_ROWS = 254
-BLOCK = np.dtype(
-    "V32,<i4,<i4,<i4,<i4,<i4,u1,<u2,<f8,<f8,<f8",
-)
+BLOCK = np.dtype("V32,<i4,<i4,<i4,<i4,<i4,u1,<u2,<f8,<f8,<f8")
 PLACE = np.dtype("<i4,<u2,<u2,<u4,<u8,<u8,<i4,<i4,<i4")
-BLOCK_FIELDS = ("hash", "parent", "first", "following", "previous", "place", "state", "missing", "writer", "used", "held")
-PLACE_FIELDS = ("block", "shard", "segment", "slot", "generation", "checksum", "next", "after", "before")
+LINKS = ("parent", "first", "following", "previous", "place")
+BLOCK_FIELDS = ["hash", *LINKS, "state", "missing", "writer", "used", "held"]
+PLACE_FIELDS = ["block", "shard", "segment", "slot", "generation", "checksum", "next", "after", "before"]
 
 
 class Tables:
@@ -40,7 +37,7 @@ class Tables:
     def views(self) -> dict[bytes, BlockView]:
         return {bytes(self.blocks["hash"][row]): self._view(row) for row in self.present()}
 
-    def check_integrity(self, segments: dict[int, str]) -> None:
+    def check_integrity(self) -> None:
         """Links, index, visibility and sums agree with each other."""
         blocks = self.blocks
         for block_hash, row in self.index.items():
@@ -81,7 +78,9 @@ class Tables:
         if not view.is_leaf or not view.is_committed:
             return
         queue = f"{self._prefix}leaf:{view.home_segment}:{view.rank}"
-        assert self._client.zscore(queue, row) is not None or self._client.zscore(self._prefix + "held", row) is not None
+        assert (
+            self._client.zscore(queue, row) is not None or self._client.zscore(self._prefix + "held", row) is not None
+        )
 
     def _view(self, row: int) -> BlockView:
         blocks, places = self.blocks, self._places(row)
@@ -104,7 +103,7 @@ class Tables:
             yield row
             row = table[link][row]
 
-    def _rows(self, kind: str, layout: np.dtype, fields: tuple[str, ...]):
+    def _rows(self, kind: str, layout: np.dtype, fields: list[str]):
         chunks, number = [], 0
         while chunk := self._client.get(f"{self._prefix}{kind}{number}"):
             assert len(chunk) == CHUNK_ROWS * layout.itemsize
@@ -125,10 +124,5 @@ def all_views(store: RedisStore) -> Views:
 
 def check_integrity(store: RedisStore) -> None:
     """Assert the invariants of all namespaces."""
-    segments = {number: record.node_id for number, record in store.pool.segments().items()}
     for known in store.pool.all_known():
-        Tables(store, known).check_integrity(segments)
-
-
-def slot_bytes(known: Known) -> int:
-    return pages_of(known.namespace.block_bytes) * PAGE_BYTES
+        Tables(store, known).check_integrity()

@@ -9,7 +9,7 @@ from property.test_directory import DirectoryMachine
 from redis_servers import RedisServer
 
 from kvpool.core.clock import microseconds
-from kvpool.core.directory import DirectoryConfig, MissReason
+from kvpool.core.directory import MissReason
 from kvpool.core.namespace import Namespace
 from kvpool.meta.store.link import RedisLink
 from kvpool.meta.store.memory import open_memory_store
@@ -17,7 +17,7 @@ from kvpool.meta.store.pool import current_epoch
 from kvpool.meta.store.redis import RedisStore
 from kvpool.testing import ManualClock
 
-from .redis_tables import Tables, all_views, check_integrity
+from .redis_tables import all_views, check_integrity
 
 FAR_FUTURE_S = 4e9
 """Time in Redis never runs backwards: set far ahead, it moves only when a test says so."""

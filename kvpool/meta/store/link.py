@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -37,8 +37,16 @@ def library() -> tuple[str, str]:
     return f"#!lua name=kvpool{suffix}\nlocal SUFFIX = '{suffix}'\n{body}", suffix
 
 
+class StateAwayError(UnavailableError):
+    """The state cannot be asked now, or is not the one that this service knows."""
+
+
+class LibraryMissingError(StateAwayError):
+    """Redis does not know the functions: it was restarted, or is new to the cluster."""
+
+
 class RedisLink:
-    """Calls to Redis. Thread-safe.
+    """Calls to Redis. Thread-safe. All methods that ask it raise StateAwayError when it does not answer.
 
     Args:
         url: ``redis://[USER:PASSWORD@]HOST[:PORT][/DB]`` (``rediss``: over TLS),
@@ -47,6 +55,10 @@ class RedisLink:
 
     Raises:
         SettingsError: Not such a URL, or redis-py is not installed.
+
+    Attributes:
+        failures: Calls that failed.
+        connects: Connections made: behind a new one may be another server, with other state.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -54,7 +66,8 @@ class RedisLink:
             raise SettingsError("redis-py is not installed; install kvpool[redis], or leave --state out")
         self.url = url
         self.failures = 0
-        self._client = _client(url, timeout_s)
+        self.connects = 0
+        self._client = _client(url, timeout_s, self._connected)
 
     @property
     def is_cluster(self) -> bool:
@@ -62,11 +75,11 @@ class RedisLink:
         return isinstance(self._client, RedisCluster)
 
     def call(self, prefix: str, function: str, *arguments: Any) -> Any:
-        """A function of the library on the keys that begin with ``prefix``; raises UnavailableError."""
+        """A function of the library on the keys that begin with ``prefix``."""
         return self.calls([(prefix, function, arguments)])[0]
 
     def calls(self, wanted: Sequence[tuple[str, str, Sequence[Any]]]) -> list[Any]:
-        """Several calls, on one server in one exchange; raises UnavailableError."""
+        """Several calls, on one server in one exchange."""
         suffix = library()[1]
         commands = [("FCALL", f"kvpool_{name}{suffix}", 1, prefix, *args) for prefix, name, args in wanted]
         try:
@@ -76,7 +89,7 @@ class RedisLink:
             return self.run(commands)
 
     def run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Plain commands, each on one key (its first or, of FCALL, its third argument); raises UnavailableError."""
+        """Plain commands, each on one key (its first or, of FCALL, its third argument)."""
         try:
             if len(commands) == 1:
                 return [self._client.execute_command(*commands[0])]
@@ -88,7 +101,7 @@ class RedisLink:
             raise self._failure(error) from error
 
     def servers(self) -> list[dict[str, Any]]:
-        """``INFO`` of every primary; raises UnavailableError."""
+        """``INFO`` of every primary."""
         try:
             if isinstance(self._client, RedisCluster):
                 return list(self._client.info(target_nodes=RedisCluster.PRIMARIES).values())
@@ -97,7 +110,7 @@ class RedisLink:
             raise self._failure(error) from error
 
     def keys_of(self, pattern: str) -> list[bytes]:
-        """All keys that match, of every primary; raises UnavailableError."""
+        """All keys that match, of every primary."""
         try:
             return list(self._client.scan_iter(pattern, count=1000))
         except redis.exceptions.RedisError as error:
@@ -110,33 +123,34 @@ class RedisLink:
     def _load(self) -> None:
         source, _ = library()
         try:
-            if isinstance(self._client, RedisCluster):
-                self._client.execute_command("FUNCTION LOAD", "REPLACE", source, target_nodes=RedisCluster.PRIMARIES)
-            else:
-                self._client.execute_command("FUNCTION LOAD", "REPLACE", source)
+            where = {"target_nodes": RedisCluster.PRIMARIES} if self.is_cluster else {}
+            self._client.execute_command("FUNCTION LOAD", "REPLACE", source, **where)
         except redis.exceptions.RedisError as error:
             raise self._failure(error) from error
 
-    def _failure(self, error: Exception) -> UnavailableError:
+    def _connected(self, connection: Any) -> None:
+        self.connects += 1
+        connection.on_connect()
+
+    def _failure(self, error: Exception) -> StateAwayError:
         if "Function not found" in str(error):
             return LibraryMissingError(str(error))
         self.failures += 1
-        return UnavailableError(f"the pool's state in {self.url.rpartition('@')[2]} cannot be reached: {error}")
+        return StateAwayError(f"the pool's state in {self.url.rpartition('@')[2]} cannot be reached: {error}")
 
 
-class LibraryMissingError(UnavailableError):
-    """Redis does not know the functions: it was restarted, or is new to the cluster."""
-
-
-def _client(url: str, timeout_s: float) -> Any:
+def _client(url: str, timeout_s: float, on_connect: Callable[[Any], None]) -> Any:
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES or not parts.netloc:
-        raise SettingsError(f"state {url!r} is no place; write redis://HOST:PORT, redis+sentinel:// or redis+cluster://")
+        raise SettingsError(
+            f"state {url!r} is no place; write redis://HOST:PORT, redis+sentinel:// or redis+cluster://"
+        )
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "protocol": 2,
-        "retry": Retry(NoBackoff(), 0),  # type: ignore[no-untyped-call]
+        "redis_connect_func": on_connect,
+        "retry": Retry(NoBackoff(), 0),
     }
     if parts.scheme in {"redis", "rediss"}:
         return redis.Redis.from_url(url, **options)
@@ -146,12 +160,12 @@ def _client(url: str, timeout_s: float) -> Any:
         options |= {"username": unquote(user) or None, "password": unquote(password)}
     hosts = [_host(url, place) for place in places.split(",")]
     if parts.scheme == "redis+cluster":
-        nodes = [ClusterNode(host, port) for host, port in hosts]
-        options["retry"] = Retry(NoBackoff(), 1)  # type: ignore[no-untyped-call]
+        nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
+        options["retry"] = Retry(NoBackoff(), 1)
         try:
             return RedisCluster(startup_nodes=nodes, **options)
         except redis.exceptions.RedisError as error:
-            raise UnavailableError(f"{url.rpartition('@')[2]} cannot be reached: {error}") from error
+            raise StateAwayError(f"{url.rpartition('@')[2]} cannot be reached: {error}") from error
     name = parts.path.strip("/")
     if not name:
         raise SettingsError(f"state {url!r} names no primary; write redis+sentinel://HOST:PORT/NAME")

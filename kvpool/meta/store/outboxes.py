@@ -9,7 +9,7 @@ from kvpool.meta.store.packing import unpack_orders
 from kvpool.meta.store.pool import Pool
 
 FIRST_NUMBER_BITS = 32
-"""Each time a node joins, its row begins above all numbers of earlier ones: what it acknowledges of those is nothing."""
+"""Each time a node joins, its row begins above all numbers of earlier ones, which it may still acknowledge."""
 
 Box = tuple[bytes, bytes]
 """(namespace id, segment id)."""
@@ -45,7 +45,8 @@ class Outboxes:
             return []
         with self._lock:
             self._read(node_id, row, most)
-            return [order for order, _, _ in row.pending if order.number > after][:most]
+            pending: list[Order] = [order for order, _, _ in row.pending if order.number > after]
+            return pending[:most]
 
     def acknowledge(self, node_id: str, number: int) -> None:
         """See `Directory.acknowledge`."""

@@ -1,10 +1,9 @@
 """What is of the whole pool in Redis: its epoch, the open namespaces and their numbers, the segments.
 
-All of it lives under one hash tag, and every key but the epoch's begins with the epoch: state of an earlier one is never
-looked at.
+All of it lives under one hash tag, and every key but the epoch's begins with the epoch: state of an earlier one is
+never looked at.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,7 +41,11 @@ class Epoch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SegmentRecord(msgspec.Struct, array_like=True):
-    """A segment as all services know it; ``open`` is False while what lies there is dropped."""
+    """A segment as all services know it.
+
+    ``open`` is False once its node's session is over. What lies there is dropped then, unless it ``waits``: its node
+    has joined again and says in its inventory what of it is still there.
+    """
 
     segment_id: bytes
     node_id: str
@@ -51,6 +54,7 @@ class SegmentRecord(msgspec.Struct, array_like=True):
     accepts: bool = True
     out_of_use_bytes: int = 0
     open: bool = True
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +69,17 @@ def current_epoch(link: RedisLink, random_bytes: Callable[[int], bytes]) -> Epoc
     """The epoch in Redis; a new one when there is none, or Redis may have lost writes of it.
 
     Raises:
-        UnavailableError: Redis does not answer.
+        StateAwayError: Redis does not answer.
     """
-    runs = sorted(info["run_id"] for info in link.servers())
+    servers = link.servers()
+    runs = sorted(info["run_id"] for info in servers)
     (found,) = link.run([("GET", EPOCH)])
     if found is not None:
         epoch = msgspec.msgpack.decode(found, type=Epoch)
         if epoch.runs == runs:
             return epoch
-    (clock,) = link.run([("TIME",)]) if not link.is_cluster else ((0, 0),)
     number = int.from_bytes(random_bytes(8), "little") >> 1
-    new = Epoch(number, int(clock[0]) * 1_000_000 + int(clock[1]), runs)
+    new = Epoch(number, max(int(info["server_time_usec"]) for info in servers), runs)
     return _replace(link, found, new)
 
 
@@ -96,7 +100,6 @@ class Pool:
         self._known: dict[bytes, Known] = {}
         self._segments_key = f"{epoch.pool}segments"
         self._namespaces_key = f"{epoch.pool}namespaces"
-        self.read_at_s = time.monotonic()
 
     # Namespaces
 

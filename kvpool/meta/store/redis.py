@@ -1,8 +1,8 @@
 """The directory in Redis or Valkey: each operation is one function there, on the keys of one namespace.
 
-What spans namespaces is not atomic: how full segments are is summed up over them, and when the pool is full the namespace
-with the oldest leaf gives way first. A node has the last word on its bytes, so a sum that is out of date costs a refused
-write at most. See docs/design/redis.md.
+What spans namespaces is not atomic: how full segments are is summed up over them, and when the pool is full the
+namespace with the oldest leaf gives way first. A node has the last word on its bytes: a sum that is out of date costs
+a refused write at most. See docs/design/redis.md.
 """
 
 import threading
@@ -126,7 +126,7 @@ class RedisStore:
         """See `Directory.drop_lost`."""
         left = 0
         for number, record in self.pool.segments().items():
-            if record.open:
+            if record.open or record.waits:
                 continue
             namespaces = [known.namespace.id for known in self._all_known()]
             here = sum(self._call(namespace_id, "lose", number, most) for namespace_id in namespaces)
@@ -134,6 +134,20 @@ class RedisStore:
             if not here:
                 self.pool.drop_segment(number)
         return left
+
+    def keep_for_inventory(self, segment_id: bytes) -> None:
+        """Close a segment whose node is about to announce what is on it: its blocks stay until `settle_inventory`."""
+        found = self._open_segment(segment_id)
+        if found is not None:
+            found[1].open, found[1].accepts, found[1].waits = False, False, True
+            self.pool.put_segment(*found)
+
+    def settle_inventory(self, node_id: str) -> None:
+        """The node's inventory is complete, or will not come: what is left on its earlier segments is dropped."""
+        for number, record in self.pool.segments().items():
+            if record.node_id == node_id and record.waits:
+                record.waits = False
+                self.pool.put_segment(number, record)
 
     def lose_late(self, number: int, namespace_id: bytes) -> None:
         """Drop what a node whose session had ended still brought to a segment that is lost already."""
@@ -174,7 +188,7 @@ class RedisStore:
         self._outboxes.acknowledge(node_id, number)
 
     def announce(self, segment_id: bytes, namespace_id: bytes, blocks: Inventory) -> NDArray[np.bool_]:
-        """See `Directory.announce`. A second copy of a block is not wanted, but that of an earlier session takes over."""
+        """See `Directory.announce`. A second copy is not wanted, unless it is what an earlier session held."""
         found = self._open_segment(segment_id)
         if found is None:
             raise UsageError(f"segment {segment_id.hex()} is not open; its node must join again")
@@ -360,7 +374,9 @@ class RedisStore:
         if kind == b"missing":
             return ReserveResult(0, b"", {}, answer[1])
         if kind == b"loop":
-            raise NamespaceMismatchError("the chain's parent is stored below the chain: give the hashes from their root")
+            raise NamespaceMismatchError(
+                "the chain's parent is stored below the chain: give the hashes from their root"
+            )
         if kind == b"chain":
             raise NamespaceMismatchError(
                 f"hashes[{answer[1]}] is stored below another parent: the hashes are not one chain; "
@@ -430,9 +446,7 @@ def _check_first(hashes: bytes, first: int) -> int:
     return blocks
 
 
-def _reserved(
-    number: int, wants: bytes, packed: list[bytes], freed: list[Freed]
-) -> ReserveResult:
+def _reserved(number: int, wants: bytes, packed: list[bytes], freed: list[Freed]) -> ReserveResult:
     shares: dict[tuple[int, int], Share] = {}
     for key, indexes in zip(packed[::2], packed[1::2], strict=True):
         segment, shard = np.frombuffer(key, "<u2").tolist()

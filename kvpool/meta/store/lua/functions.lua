@@ -76,10 +76,39 @@ register('kvpool_unpin', function(a)
   return 1
 end, true)
 
--- Of the whole pool: a value changes only if it still is the one that the caller saw.
-redis.register_function('kvpool_replace' .. SUFFIX, function(keys, args)
-  local found = redis.call('GET', keys[1] .. args[1]) or ''
-  if found ~= args[2] then return 0 end
-  redis.call('SET', keys[1] .. args[1], args[3])
+-- Of the whole pool: KEYS[1] is the first part of its own keys.
+
+local function micros()
+  local time = redis.call('TIME')
+  return time[1] * 1e6 + time[2]
+end
+
+local function of_pool(name, callback)
+  redis.register_function(name .. SUFFIX, function(keys, args) return callback(keys[1], args) end)
+end
+
+-- A value changes only if it still is the one that the caller saw.
+of_pool('kvpool_replace', function(pool, a)
+  if (redis.call('GET', pool .. a[1]) or '') ~= a[2] then return 0 end
+  redis.call('SET', pool .. a[1], a[3])
   return 1
+end)
+
+-- The same of a field, which an empty value removes; whoever looks at the version learns of it.
+of_pool('kvpool_swap', function(pool, a)
+  if (redis.call('HGET', pool .. a[1], a[2]) or '') ~= a[3] then return 0 end
+  if a[4] == '' then redis.call('HDEL', pool .. a[1], a[2]) else redis.call('HSET', pool .. a[1], a[2], a[4]) end
+  redis.call('INCR', pool .. 'version')
+  return 1
+end)
+
+of_pool('kvpool_seen', function(pool, a) return redis.call('HSET', pool .. a[1], a[2], micros()) end)
+
+-- Who has not been seen for so long.
+of_pool('kvpool_silent', function(pool, a)
+  local seen, silent, limit = redis.call('HGETALL', pool .. a[1]), {}, micros() - a[2]
+  for i = 1, #seen, 2 do
+    if tonumber(seen[i + 1]) < limit then silent[#silent + 1] = seen[i] end
+  end
+  return silent
 end)
