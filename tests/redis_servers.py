@@ -8,10 +8,14 @@ import redis
 from waiting import eventually
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+def free_port(below: int = 65_536) -> int:
+    """A port that is free now; of a cluster's server the one 10,000 above it is taken too."""
+    while True:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        if port < below:
+            return port
 
 
 class RedisServer:
@@ -41,3 +45,31 @@ class RedisServer:
         self.process.kill()
         self.process.wait()
         self.client.close()
+
+
+class RedisCluster:
+    """So many masters, without replicas, that share the slots."""
+
+    def __init__(self, folder: Path, masters: int) -> None:
+        options = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "yes")
+        self.servers = [RedisServer(folder / str(i), *options, port=free_port(below=50_000)) for i in range(masters)]
+        first, slots = self.servers[0], 16_384
+        for i, server in enumerate(self.servers):
+            low, high = slots * i // masters, slots * (i + 1) // masters - 1
+            server.client.execute_command("CLUSTER ADDSLOTSRANGE", low, high)
+            server.client.execute_command("CLUSTER SET-CONFIG-EPOCH", i + 1)
+            first.client.execute_command("CLUSTER MEET", "127.0.0.1", server.port)
+        eventually(lambda: all(self._knows_all(server) for server in self.servers))
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+
+    def kill(self) -> None:
+        for server in self.servers:
+            server.kill()
+
+    def _knows_all(self, server: RedisServer) -> bool:
+        info = server.client.execute_command("CLUSTER INFO")
+        text = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
+        return text["cluster_state"] == "ok" and int(text["cluster_known_nodes"]) == len(self.servers)

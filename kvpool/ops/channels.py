@@ -46,6 +46,11 @@ class Channels:
         return self._channels[-1]
 
     @property
+    def servers(self) -> int:
+        """How many there are."""
+        return len(self._addresses)
+
+    @property
     def _address(self) -> str:
         return self._addresses[self._at]
 

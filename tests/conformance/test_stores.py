@@ -143,6 +143,6 @@ def redis_server(tmp_path_factory):
 
 
 TestMemoryStore = pytest.mark.timeout(300)(StoreMachine.TestCase)
-TestMemoryStore.settings = settings(max_examples=20)
+TestMemoryStore.settings = settings(max_examples=10)
 TestRedisStore = pytest.mark.timeout(300)(RedisMachine.TestCase)
-TestRedisStore.settings = settings(max_examples=20, stateful_step_count=30)
+TestRedisStore.settings = settings(max_examples=12, stateful_step_count=30)

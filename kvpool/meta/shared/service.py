@@ -43,7 +43,7 @@ ORDERS_POLL_S = 0.25
 
 LOSS_BLOCKS = 512
 LOSS_PAUSE_S = 0.001
-SERVER_TTL_S = 10.0
+SERVER_TTL_S = 5.0
 AWAY_PAUSE_S = 0.5
 """A state that did not answer is asked again so often."""
 

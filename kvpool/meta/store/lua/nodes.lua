@@ -15,7 +15,7 @@ local function rehome(b, shard, s)
   return nil
 end
 
-local function announce_one(s, c, hash, above, shard, slot, generation, checksum, age_us)
+local function announce_one(s, c, hash, above, shard, slot, generation, checksum, age_us, spared_us)
   if has_freed(s.id, slot, generation) or shard >= ns.shards or slot == NO_SLOT then return false end
   if used_of(c) + ns.slot_bytes > c.capacity then return false end
   local b = present(hash)
@@ -36,17 +36,18 @@ local function announce_one(s, c, hash, above, shard, slot, generation, checksum
     remove_place(known)
     push_leaf(b)
   else
+    s.spared_us = math.max(s.spared_us, spared_us) -- nobody here knows what leases there are on it
     complete_shard(b)
   end
   return true
 end
 
 local function announce(c, spared_us, announced)
-  local s, wanted = use_segment(c.number, c.id, spared_us), {}
+  local s, wanted = use_segment(c.number, c.id), {}
   for at = 1, #announced, ANNOUNCED_BYTES do
     local hash, above, shard, slot, generation, checksum, age_us = struct.unpack(ANNOUNCED, announced, at)
     if above == string.rep('\0', HASH) then above = '' end
-    local is_wanted = announce_one(s, c, hash, above, shard, slot, generation, checksum, age_us)
+    local is_wanted = announce_one(s, c, hash, above, shard, slot, generation, checksum, age_us, spared_us)
     wanted[#wanted + 1] = is_wanted and '\1' or '\0'
   end
   return table.concat(wanted)

@@ -102,13 +102,12 @@ local function segment(number)
   return s or nil
 end
 
-local function use_segment(number, id, spared_us)
+local function use_segment(number, id)
   local s = segment(number)
   if not s then
     s = { number = number, id = id, first = NIL, blocks = 0, spared_us = NEVER }
     segments[number] = s
   end
-  s.spared_us = math.max(s.spared_us, spared_us or NEVER)
   return s
 end
 
