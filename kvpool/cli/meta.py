@@ -35,6 +35,7 @@ from kvpool.ops.version import __version__
     "meta.nodes_max",
     "meta.reflection",
     "meta.state",
+    "meta.state_password_file",
     "meta.state_timeout_s",
     "meta.policy",
     "meta.replicas_max",

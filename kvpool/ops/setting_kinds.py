@@ -39,6 +39,8 @@ def _pool_uri(text: str) -> str:
 def _state_url(text: str) -> str:
     if not text.startswith(_STATE_SCHEMES):
         raise ValueError("must be redis://HOST:PORT, redis+sentinel://HOST:PORT/NAME or redis+cluster://HOST:PORT")
+    if ":" in text.partition("://")[2].rpartition("@")[0]:
+        raise ValueError("must hold no password, which others could read; write it to a file: state_password_file")
     return text
 
 

@@ -179,6 +179,9 @@ class MetaSettings(ServerSettings):
     state: StateUrl | None = None
     """Redis or Valkey that holds the pool's state, for several services to share; by default the service holds it."""
 
+    state_password_file: Path | None = None
+    """File that holds Redis's password; the user stands in the URL, as in redis://USER@HOST:PORT."""
+
     state_timeout_s: Duration = 1.0
     """Time that Redis gets to answer a call."""
 

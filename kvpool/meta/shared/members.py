@@ -72,6 +72,10 @@ class SharedMembers:
         epoch: Of its state.
         clock: Monotonic seconds.
         random_bytes: Source of sessions and keys.
+
+    Attributes:
+        version: Of the picture.
+        numbers: Those of all segments that can be read.
     """
 
     def __init__(self, link: RedisLink, epoch: Epoch, clock: Clock, random_bytes: Callable[[int], bytes]) -> None:
@@ -85,6 +89,7 @@ class SharedMembers:
         first = int.from_bytes(random_bytes(5), "little") + 1
         self._link.run([("SET", f"{self._pool}version", first, "NX")])
         self.version = 0
+        self.numbers: frozenset[int] = frozenset()
         self.refresh()
 
     def __iter__(self) -> Iterator[Member]:
@@ -207,6 +212,8 @@ class SharedMembers:
         records = {n.decode(): msgspec.msgpack.decode(raw, type=MemberRecord) for n, raw in found.items()}
         now_s = self._clock()
         self._records = records
+        live = [record for record in records.values() if record.state != MemberState.LOST]
+        self.numbers = frozenset(n for r in live for n in (*r.numbers, *(earlier[0] for earlier in r.earlier)))
         self._members = {
             node_id: record.member(now_s, _said(said.get(node_id.encode()))) for node_id, record in records.items()
         }

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from kvpool.core.clock import Clock
 from kvpool.core.directory import CommitStatus, Inventory, Location, Match, MissReason, Order
-from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UnknownNamespaceError, UsageError
+from kvpool.core.errors import (
+    CapacityError,
+    InvalidHashError,
+    SettingsError,
+    UnavailableError,
+    UnknownNamespaceError,
+    UsageError,
+)
 from kvpool.core.keys import checked_id, hash_at
 from kvpool.core.limits import HASH_BYTES, RESERVATION_S_MAX
 from kvpool.core.members import Member, MemberSegment, MemberState, Scrub
@@ -60,6 +67,9 @@ class SharedMetaService:
         clock: Monotonic seconds.
         random_bytes: Source of incarnation, epochs, sessions and keys.
         on_recovered: Called when what all nodes hold is known; must not call back.
+
+    Raises:
+        SettingsError: It cannot work so, or Redis cannot.
     """
 
     def __init__(
@@ -69,7 +79,6 @@ class SharedMetaService:
         random_bytes: Callable[[int], bytes],
         on_recovered: Callable[[], None] = lambda: None,
     ) -> None:
-        assert settings.state is not None
         self.settings = settings
         self.clock = clock
         self.started_s = clock()
@@ -80,7 +89,7 @@ class SharedMetaService:
         self.away = 0
         self._random_bytes = random_bytes
         self._on_recovered = on_recovered
-        self._link = RedisLink(settings.state, settings.state_timeout_s)
+        self._link = _open_link(settings)
         self._looking = threading.Lock()
         self._stopping = threading.Event()
         self._state: State | None = None
@@ -88,6 +97,8 @@ class SharedMetaService:
         self._away_until_s = 0.0
         self._ended: list[int] = []
         self._here = servers.ServerRecord(self.incarnation, "", __version__)
+        with suppress(StateAwayError):  # it may come later
+            self._look(patient=True)
 
     @property
     def fence(self) -> int:
@@ -131,8 +142,7 @@ class SharedMetaService:
 
         def locate(state: State) -> Location:
             location = state.store.locate(checked_id(namespace_id), hashes, first, shard)
-            known = {segment.number for node in nodes.topology(state).nodes for segment in node.segments}
-            if not known.issuperset(location.segment):
+            if not state.members.numbers.issuperset(location.segment):
                 state.members.refresh()
             return location
 
@@ -465,3 +475,15 @@ class SharedMetaService:
                     self._ended.append(self._state.epoch.number)
                 self._state = State.open(self._link, epoch, self.settings, self.clock, self._random_bytes)
             self._connects_seen = connects
+
+
+def _open_link(settings: MetaSettings) -> RedisLink:
+    if settings.policy != "lru":
+        raise SettingsError(f"meta.policy is {settings.policy!r}; with meta.state only lru is there yet")
+    password = settings.state_password_file
+    assert settings.state is not None
+    try:
+        secret = None if password is None else password.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SettingsError(f"meta.state_password_file cannot be read: {error}") from error
+    return RedisLink(settings.state, settings.state_timeout_s, secret)

@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -41,6 +41,10 @@ class StateAwayError(UnavailableError):
     """The state cannot be asked now, or is not the one that this service knows."""
 
 
+class StateFaultError(UnavailableError):
+    """A function failed, which none should: nothing has changed but what it wrote before."""
+
+
 class LibraryMissingError(StateAwayError):
     """Redis does not know the functions: it was restarted, or is new to the cluster."""
 
@@ -49,9 +53,10 @@ class RedisLink:
     """Calls to Redis. Thread-safe. All methods that ask it raise StateAwayError when it does not answer.
 
     Args:
-        url: ``redis://[USER:PASSWORD@]HOST[:PORT][/DB]`` (``rediss``: over TLS),
+        url: ``redis://[USER@]HOST[:PORT][/DB]`` (``rediss``: over TLS),
             ``redis+sentinel://HOST:PORT,HOST:PORT/NAME`` or ``redis+cluster://HOST:PORT,HOST:PORT``.
         timeout_s: Bound on each call, dialling included.
+        password: Of the user, if it needs one.
 
     Raises:
         SettingsError: Not such a URL, or redis-py is not installed.
@@ -61,13 +66,20 @@ class RedisLink:
         connects: Connections made: behind a new one may be another server, with other state.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, password: str | None = None) -> None:
         if redis is None:
             raise SettingsError("redis-py is not installed; install kvpool[redis], or leave --state out")
         self.url = url
         self.failures = 0
         self.connects = 0
-        self._client = _client(url, timeout_s, self._connected)
+        options = {
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "protocol": 2,
+            "redis_connect_func": self._connected,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        self._client = _client(url, options | ({"password": password} if password is not None else {}))
 
     @property
     def is_cluster(self) -> bool:
@@ -132,36 +144,30 @@ class RedisLink:
         self.connects += 1
         connection.on_connect()
 
-    def _failure(self, error: Exception) -> StateAwayError:
+    def _failure(self, error: Exception) -> UnavailableError:
         if "Function not found" in str(error):
             return LibraryMissingError(str(error))
+        if "user_function" in str(error):  # this call's own: the state is there for others
+            return StateFaultError(f"a function in Redis failed: {error}")
         self.failures += 1
         return StateAwayError(f"the pool's state in {self.url.rpartition('@')[2]} cannot be reached: {error}")
 
 
-def _client(url: str, timeout_s: float, on_connect: Callable[[Any], None]) -> Any:
+def _client(url: str, options: dict[str, Any]) -> Any:
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES or not parts.netloc:
         raise SettingsError(
             f"state {url!r} is no place; write redis://HOST:PORT, redis+sentinel:// or redis+cluster://"
         )
-    options: dict[str, Any] = {
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
-        "protocol": 2,
-        "redis_connect_func": on_connect,
-        "retry": Retry(NoBackoff(), 0),
-    }
     if parts.scheme in {"redis", "rediss"}:
         return redis.Redis.from_url(url, **options)
-    login, _, places = parts.netloc.rpartition("@")
-    user, _, password = login.partition(":")
-    if login:
-        options |= {"username": unquote(user) or None, "password": unquote(password)}
+    user, _, places = parts.netloc.rpartition("@")
+    if user:
+        options["username"] = unquote(user)
     hosts = [_host(url, place) for place in places.split(",")]
     if parts.scheme == "redis+cluster":
         nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
-        options["retry"] = Retry(NoBackoff(), 1)
+        options["retry"] = Retry(NoBackoff(), 1)  # it must learn of moved slots
         try:
             return RedisCluster(startup_nodes=nodes, **options)
         except redis.exceptions.RedisError as error:
@@ -169,7 +175,7 @@ def _client(url: str, timeout_s: float, on_connect: Callable[[Any], None]) -> An
     name = parts.path.strip("/")
     if not name:
         raise SettingsError(f"state {url!r} names no primary; write redis+sentinel://HOST:PORT/NAME")
-    sentinel = Sentinel(hosts, sentinel_kwargs={"socket_timeout": timeout_s}, **options)  # type: ignore[no-untyped-call]
+    sentinel = Sentinel(hosts, sentinel_kwargs={"socket_timeout": options["socket_timeout"]}, **options)  # type: ignore[no-untyped-call]
     return sentinel.master_for(name)  # type: ignore[no-untyped-call]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvpool.core.errors import CapacityError, UnknownNamespaceError
+from kvpool.core.errors import CapacityError, SettingsError, UnknownNamespaceError
 from kvpool.core.limits import NAMESPACES_MAX, SEGMENTS_MAX
 from kvpool.core.namespace import Namespace, parse_namespace
 from kvpool.meta.store.link import POOL, RedisLink
@@ -70,9 +70,16 @@ def current_epoch(link: RedisLink, random_bytes: Callable[[int], bytes]) -> Epoc
 
     Raises:
         StateAwayError: Redis does not answer.
+        SettingsError: Redis may drop keys by itself.
     """
     servers = link.servers()
     runs = sorted(info["run_id"] for info in servers)
+    for info in servers:
+        if int(info.get("maxmemory", 0)) and info.get("maxmemory_policy") != "noeviction":
+            raise SettingsError(
+                f"Redis evicts keys by itself ({info['maxmemory_policy']}), and so parts of the pool's state; "
+                "set maxmemory-policy noeviction there"
+            )
     (found,) = link.run([("GET", EPOCH)])
     if found is not None:
         epoch = msgspec.msgpack.decode(found, type=Epoch)
