@@ -37,6 +37,10 @@ class MemberRecord(msgspec.Struct, array_like=True):
     server: int = 0
     """Incarnation of the service that holds its stream."""
 
+    def in_use(self) -> list[bytes]:
+        """Ids of its segments that have numbers, in their order."""
+        return [segment_id for segment_id, _, _, off in self.segments if not off]
+
     def member(self, seen_s: float, said: "Said") -> Member:
         """The same as the rest of a service knows it."""
         segments = tuple(MemberSegment(*segment) for segment in self.segments)

@@ -93,6 +93,13 @@ def lose(state: State, node_id: str, session: int) -> bool:
     return True
 
 
+def lose_late(state: State, member: Member, segment_id: bytes, namespace_id: bytes) -> None:
+    """The session had ended when it brought this: drop what was taken after others had dropped the rest."""
+    for segment, number in zip(member.segments, member.numbers, strict=False):
+        if segment.segment_id == segment_id:
+            state.store.lose_late(number, namespace_id)
+
+
 def take_segments(state: State, member: Member, segments: Sequence[common_pb2.Segment]) -> None:
     """The node's segments as it sees them now: some of their bytes, or all of them, may be out of use."""
     own = {segment.segment_id for segment in member.segments}
@@ -138,8 +145,8 @@ def _keep(state: State, before: MemberRecord, coming: set[bytes]) -> list[tuple[
 
 def _turn_off(segment_id: bytes, why: str) -> Callable[[MemberRecord], None]:
     def change(changed: MemberRecord) -> None:
-        in_use = [segment[0] for segment in changed.segments if not segment[3]]
-        changed.numbers = [n for n, own in zip(changed.numbers, in_use, strict=False) if own != segment_id]
+        kept = zip(changed.numbers, changed.in_use(), strict=False)
+        changed.numbers = [number for number, own in kept if own != segment_id]
         changed.segments = [(s[0], s[1], s[2], why if s[0] == segment_id else s[3]) for s in changed.segments]
 
     return change

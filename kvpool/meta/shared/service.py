@@ -1,12 +1,10 @@
 """A metadata service without state of its own: any number of them serve one pool, over one Redis.
 
-There is no lock round the directory: each operation is one function in Redis. Whenever a connection was made anew the
-service looks whether the state behind it is still the one it knows; if it is not, what it has just been told is not
-passed on. While the state cannot be asked, look-ups are misses and writes are refused.
+There is no lock round the directory: each operation is one function in Redis. While the state cannot be asked, look-ups
+are misses and writes are refused.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -19,7 +17,6 @@ from kvpool.core.directory import CommitStatus, Inventory, Location, Match, Miss
 from kvpool.core.errors import (
     CapacityError,
     InvalidHashError,
-    SettingsError,
     UnavailableError,
     UnknownNamespaceError,
     UsageError,
@@ -29,15 +26,17 @@ from kvpool.core.limits import HASH_BYTES, RESERVATION_S_MAX
 from kvpool.core.members import Member, MemberSegment, MemberState, Scrub
 from kvpool.core.namespace import Namespace, parse_namespace
 from kvpool.meta.granting import Granting
-from kvpool.meta.results import MetaStatus, RecoveryStatus, Reserved, StateStatus
+from kvpool.meta.results import MetaStatus, Reserved
 from kvpool.meta.service import GRANTS_BYTES_MAX, ORDERS_PER_MESSAGE
 from kvpool.meta.shared import nodes, servers
 from kvpool.meta.shared.drains import NoDrains
+from kvpool.meta.shared.housekeeping import keep_house
+from kvpool.meta.shared.keeper import Keeper
 from kvpool.meta.shared.members import Said
+from kvpool.meta.shared.showing import status_of
 from kvpool.meta.shared.state import State
 from kvpool.meta.store.base import Store
-from kvpool.meta.store.link import POOL, RedisLink, StateAwayError
-from kvpool.meta.store.pool import current_epoch
+from kvpool.meta.store.link import StateAwayError
 from kvpool.ops.admission import Admission
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
@@ -48,11 +47,6 @@ from kvpool.v1 import common_pb2, membership_pb2
 ORDERS_POLL_S = 0.25
 """How often outboxes are read for a node's stream; what a writer's room needs travels in its grants."""
 
-LOSS_BLOCKS = 512
-LOSS_PAUSE_S = 0.001
-SERVER_TTL_S = 5.0
-AWAY_PAUSE_S = 0.5
-"""A state that did not answer is asked again so often."""
 
 Answer = TypeVar("Answer")
 
@@ -86,24 +80,21 @@ class SharedMetaService:
         self.requests = Admission("look-ups and reservations", settings.requests_max)
         self.work = threading.Event()
         self.mover = NoDrains()
-        self.away = 0
-        self._random_bytes = random_bytes
         self._on_recovered = on_recovered
-        self._link = _open_link(settings)
-        self._looking = threading.Lock()
         self._stopping = threading.Event()
-        self._state: State | None = None
-        self._connects_seen = -1
-        self._away_until_s = 0.0
-        self._ended: list[int] = []
+        self._keeper = Keeper(settings, clock, random_bytes)
+        self._ask = self._keeper.ask
         self._here = servers.ServerRecord(self.incarnation, "", __version__)
-        with suppress(StateAwayError):  # it may come later
-            self._look(patient=True)
 
     @property
     def fence(self) -> int:
         """The epoch: grants carry it, and nodes obey it."""
-        return self._usable().epoch.number
+        return self._keeper.usable().epoch.number
+
+    @property
+    def away(self) -> int:
+        """Calls that found the state away."""
+        return self._keeper.away
 
     # Clients
 
@@ -201,7 +192,7 @@ class SharedMetaService:
 
     def topology(self, known_version: int) -> Topology | None:
         """See `MetaService.topology`."""
-        state = self._state
+        state = self._keeper.latest
         if state is None:
             return None if not known_version else Topology(0, [])
         return None if state.members.version == known_version else nodes.topology(state)
@@ -228,7 +219,7 @@ class SharedMetaService:
             wanted = state.store.announce(segment_id, namespace.id, part)
             state.members.refresh()
             if not state.members.is_current(member):
-                self._lose_late(state, member, segment_id, namespace.id)
+                nodes.lose_late(state, member, segment_id, namespace.id)
             return wanted
 
         wanted = self._ask(take)
@@ -310,7 +301,12 @@ class SharedMetaService:
                 return stale
             statuses = state.store.commit(reservation, segment_id, written)
             state.members.refresh()
-            return statuses if state.members.of_session(session) is not None else stale
+            if state.members.of_session(session) is not None:
+                return statuses
+            numbers = dict(zip(record.in_use(), record.numbers, strict=False))
+            if segment_id in numbers:
+                state.store.lose_late_write(numbers[segment_id], reservation)
+            return stale
 
         return self._ask(commit)
 
@@ -353,14 +349,13 @@ class SharedMetaService:
 
     def status(self) -> MetaStatus:
         """See `MetaService.status`."""
-        return self._ask(self._status)
+        return self._ask(lambda state: status_of(state, self.incarnation))
 
     def tick(self) -> None:
         """See `MetaService.tick`; every service of the pool does all of it, whoever comes first."""
         self.work.clear()
         try:
-            self._look(patient=True)
-            self._away_until_s = 0.0
+            self._keeper.look()
             self._ask(self._keep_house)
         except StateAwayError as error:
             log.warning("state_away", error=str(error))
@@ -381,109 +376,21 @@ class SharedMetaService:
     def close(self) -> None:
         """The service has stopped."""
         with suppress(StateAwayError):
-            self._ask(lambda state: servers.say_gone(self._link, state.epoch, self.incarnation))
-        self._link.close()
+            self._ask(lambda state: servers.say_gone(state.store.link, state.epoch, self.incarnation))
+        self._keeper.close()
 
     def _keep_house(self, state: State) -> None:
-        state.members.refresh()
-        servers.say_here(self._link, state.epoch, self._here)
-        servers.drop_silent(self._link, state.epoch, SERVER_TTL_S)
-        state.store.expire()
-        for record in state.members.silent(self.settings.node_ttl_s):
-            log.warning("node_silent", node=record.node_id, ttl_s=self.settings.node_ttl_s)
-            nodes.lose(state, record.node_id, record.session)
-        while state.store.drop_lost(LOSS_BLOCKS) and not self._stopping.is_set():
-            time.sleep(LOSS_PAUSE_S)
+        keep_house(state, self.settings.node_ttl_s, self._here, self._stopping)
         if state.follow_recovery():
             lasted_s = state.recovery.lasted_s
             log.info("recovered", nodes=state.recovery.reported_nodes, seconds=round(lasted_s, 3))
             self._on_recovered()
-        while self._ended:
-            self._forget_epoch(self._ended.pop())
-
-    def _forget_epoch(self, number: int) -> None:
-        """Free what Redis holds of an epoch that has ended."""
-        for prefix in (f"kvpool:{number:x}:", f"{POOL}{number:x}:"):
-            keys = self._link.keys_of(f"{prefix}*")
-            for key in keys:
-                self._link.run([("UNLINK", key)])
-
-    def _lose_late(self, state: State, member: Member, segment_id: bytes, namespace_id: bytes) -> None:
-        for segment, number in zip(member.segments, member.numbers, strict=False):
-            if segment.segment_id == segment_id:
-                state.store.lose_late(number, namespace_id)
-
-    def _status(self, state: State) -> MetaStatus:
-        state.members.refresh_all()
-        every = list(state.members)
-        return MetaStatus(
-            incarnation=self.incarnation,
-            topology=nodes.topology(state),
-            namespaces=state.store.namespaces(),
-            stats=state.store.stats(),
-            used={s.number: (s.used_bytes, s.blocks) for s in state.store.segments()},
-            scrubs={member.node_id: member.scrub for member in every},
-            fetched_bytes={member.node_id: member.fetched_bytes for member in every},
-            off={member.node_id: member.off for member in every},
-            recovery=RecoveryStatus.of(state.recovery),
-            state=StateStatus(servers.health(self._link, state.epoch), servers.servers(self._link, state.epoch)),
-        )
+        self._keeper.forget_ended()
 
     def _is_recovering(self) -> bool:
-        state = self._state
+        state = self._keeper.latest
         return state is None or state.recovery.active
 
     def _check_session(self, member: Member) -> None:
-        if not self._usable().members.is_current(member):
+        if not self._keeper.usable().members.is_current(member):
             raise UnavailableError(f"the session of node {member.node_id} is over; dial in again")
-
-    # The state
-
-    def _ask(self, question: Callable[[State], Answer]) -> Answer:
-        """What the state answers, if it still is the one that was asked; raises StateAwayError."""
-        try:
-            state = self._usable()
-            answer = question(state)
-            if self._usable() is not state:
-                raise StateAwayError("the pool's state was replaced; what was asked of the old one means nothing")
-        except StateAwayError:
-            self.away += 1
-            self._connects_seen = -1
-            self._away_until_s = self.clock() + AWAY_PAUSE_S
-            raise
-        return answer
-
-    def _usable(self) -> State:
-        if self._state is None or self._link.connects != self._connects_seen:
-            self._look(patient=False)
-        assert self._state is not None
-        return self._state
-
-    def _look(self, *, patient: bool) -> None:
-        """See which state there is behind the connections made so far; raises StateAwayError.
-
-        Who is not ``patient`` hears at once that it was away a moment ago: else every call would wait its time out.
-        """
-        with self._looking:
-            if not patient and self.clock() < self._away_until_s:
-                raise StateAwayError("the pool's state was away a moment ago; it is asked again within a second")
-            connects = self._link.connects
-            epoch = current_epoch(self._link, self._random_bytes)
-            if self._state is None or self._state.epoch.number != epoch.number:
-                if self._state is not None:
-                    log.warning("epoch_ended", epoch=self._state.epoch.number, next=epoch.number)
-                    self._ended.append(self._state.epoch.number)
-                self._state = State.open(self._link, epoch, self.settings, self.clock, self._random_bytes)
-            self._connects_seen = connects
-
-
-def _open_link(settings: MetaSettings) -> RedisLink:
-    if settings.policy != "lru":
-        raise SettingsError(f"meta.policy is {settings.policy!r}; with meta.state only lru is there yet")
-    password = settings.state_password_file
-    assert settings.state is not None
-    try:
-        secret = None if password is None else password.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise SettingsError(f"meta.state_password_file cannot be read: {error}") from error
-    return RedisLink(settings.state, settings.state_timeout_s, secret)

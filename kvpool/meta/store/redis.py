@@ -5,8 +5,6 @@ namespace with the oldest leaf gives way first. A node has the last word on its 
 a refused write at most. See docs/design/redis.md.
 """
 
-import threading
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -29,25 +27,21 @@ from kvpool.core.directory import (
     Order,
     ReserveResult,
     Segment,
-    Share,
-    Want,
 )
-from kvpool.core.directory.directory import COUNTS
 from kvpool.core.directory.writing import Committed
-from kvpool.core.errors import InvalidHashError, NamespaceMismatchError, UsageError
+from kvpool.core.errors import InvalidHashError, UsageError
 from kvpool.core.keys import NO_PARENT, count_hashes
-from kvpool.core.limits import MATCH_BLOCKS_MAX, PAGE_BYTES, RESERVE_BLOCKS_MAX
+from kvpool.core.limits import MATCH_BLOCKS_MAX, PAGE_BYTES
 from kvpool.core.namespace import Namespace
 from kvpool.core.units import pages_of
 from kvpool.meta.store import packing
 from kvpool.meta.store.explaining import explanation
 from kvpool.meta.store.link import RedisLink
+from kvpool.meta.store.lookups import Lookups, pool_stats
 from kvpool.meta.store.outboxes import Outboxes
 from kvpool.meta.store.pool import Epoch, Known, Pool, SegmentRecord
-from kvpool.meta.store.usage import Freed, Usage, freed_of
-
-NUMBER_BITS = 51
-"""Bits of a reservation or lease below those of its namespace's number: Lua counts in doubles."""
+from kvpool.meta.store.reserving import NUMBER_BITS, Wanted, number_of, number_within, reserve
+from kvpool.meta.store.usage import Usage
 
 _UNSURE = (MissReason.COLD, MissReason.PARENT_MISSING)
 
@@ -69,11 +63,7 @@ class RedisStore:
         self._config = config
         self._outboxes = Outboxes(self.pool)
         self._recovering = False
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._misses: Counter[MissReason] = Counter()
-        self._asked: Counter[bytes] = Counter()
-        self._matched: Counter[bytes] = Counter()
+        self._lookups = Lookups()
 
     # Namespaces
 
@@ -153,6 +143,12 @@ class RedisStore:
         """Drop what a node whose session had ended still brought to a segment that is lost already."""
         self._call(namespace_id, "lose", number, FOREVER_US)
 
+    def lose_late_write(self, number: int, reservation: int) -> None:
+        """The same of what a writer committed there."""
+        known = self._known_of(reservation)
+        if known is not None:
+            self.lose_late(number, known.namespace.id)
+
     def set_recovering(self, *, recovering: bool) -> None:
         """See `Directory.set_recovering`."""
         self._recovering = recovering
@@ -226,19 +222,13 @@ class RedisStore:
         lease_us = microseconds(lease_s + LEASE_MARGIN_S) if lease_s > 0 else 0
         matched, said, lease, whole = self._call(namespace_id, "match", hashes, first, lease_us, share)
         reason = self._reason(said) if matched < blocks else None
-        with self._lock:
-            self._counts["lookups"] += 1
-            self._counts["matches_shortened"] += matched < whole
-            self._asked[namespace_id] += blocks
-            self._matched[namespace_id] += matched
-            if reason is not None:
-                self._misses[reason] += 1
-        return Match(matched, reason, _number(known, int(lease)))
+        self._lookups.note(namespace_id, blocks, matched, reason, shortened=matched < whole)
+        return Match(matched, reason, number_of(known, int(lease)))
 
     def release(self, lease: int) -> bool:
         """See `Directory.release`."""
         known = self._known_of(lease)
-        return known is not None and bool(self._call(known.namespace.id, "release", _inner(lease)))
+        return known is not None and bool(self._call(known.namespace.id, "release", number_within(lease)))
 
     def locate(self, namespace_id: bytes, hashes: bytes, first: int = 0, shard: int | None = None) -> Location:
         """See `Directory.locate`."""
@@ -276,31 +266,15 @@ class RedisStore:
         ttl_s: float = 30.0,
     ) -> ReserveResult:
         """See `Directory.reserve`."""
-        blocks = count_hashes(hashes, MATCH_BLOCKS_MAX)
-        if not 0 <= first < blocks or blocks - first > RESERVE_BLOCKS_MAX:
-            raise InvalidHashError(
-                f"first is {first} of {blocks} hashes; reserve from 1 to {RESERVE_BLOCKS_MAX} blocks at a time"
-            )
-        chain = [hashes[i : i + 32] for i in range(first * 32, len(hashes), 32)]
-        if len(set(chain)) != len(chain):
-            raise InvalidHashError("a hash stands twice in the chain; each block has its own")
-        known = self.pool.known(namespace_id)
-        records = {number: record for number, record in self.pool.segments().items() if record.open}
-        wanted = (hashes, first, parent, owner, microseconds(ttl_s))
-        freed = self.usage.make_room(known, records, hashes, first)
-        result = self._reserve(known, records, wanted, freed)
-        refused = result.wants.count(Want.NO_ROOM)
-        if not refused or not (more := self.usage.let_others_give(known, records, refused)):
-            return result
-        self.abort(result.reservation)
-        return self._reserve(known, records, wanted, [*freed, *more])
+        wanted = Wanted(hashes, first, parent, owner, microseconds(ttl_s), self._config.age_slack)
+        return reserve(self.pool, self.usage, self.pool.known(namespace_id), wanted)
 
     def commit(self, reservation: int, segment_id: bytes, written: list[Committed]) -> list[CommitStatus]:
         """See `Directory.commit`."""
         known, found = self._known_of(reservation), self._open_segment(segment_id)
         if known is None or found is None or not written:
             return [CommitStatus.STALE] * len(written)
-        arguments = (_inner(reservation), found[0], packing.pack_written(written))
+        arguments = (number_within(reservation), found[0], packing.pack_written(written))
         return [CommitStatus(status) for status in self._call(known.namespace.id, "commit", *arguments)]
 
     def abort(self, reservation: int, hashes: list[bytes] | None = None, *, crowded: bool = False) -> int:
@@ -309,7 +283,7 @@ class RedisStore:
         if known is None or hashes == []:
             return 0
         packed = b"".join(hashes or ())
-        return int(self._call(known.namespace.id, "abort", _inner(reservation), packed, int(crowded)))
+        return int(self._call(known.namespace.id, "abort", number_within(reservation), packed, int(crowded)))
 
     def expire(self) -> None:
         """See `Directory.expire`."""
@@ -329,62 +303,13 @@ class RedisStore:
 
     def stats(self) -> DirectoryStats:
         """See `Directory.stats`; look-ups are those of this service alone."""
-        every, segments = self.usage.stats(), self.segments()
-        with self._lock:
-            counts = self._counts + Counter()
-            asked, matched = self._asked.total(), self._matched.total()
-        for stats in every:
-            counts.update(stats.counts)
-        return DirectoryStats(
-            namespaces=len(every),
-            blocks=sum(stats.blocks for stats in every),
-            capacity_bytes=sum(segment.capacity_bytes for segment in segments),
-            used_bytes=sum(segment.used_bytes for segment in segments),
-            disk_capacity_bytes=0,
-            disk_used_bytes=0,
-            reservations=sum(stats.reservations for stats in every),
-            leases=sum(stats.leases for stats in every),
-            leased_bytes=sum(stats.leased_bytes for stats in every),
-            orders_pending=self._outboxes.pending(),
-            surplus_blocks=0,
-            surplus_bytes=0,
-            copies=0,
-            blocks_asked=asked,
-            blocks_matched=matched,
-            **{name: counts[name] for name in COUNTS},
-        )
+        return pool_stats(self.usage.stats(), self.segments(), self._lookups, self._outboxes.pending())
 
     def lookup_stats(self) -> LookupStats:
         """See `Directory.lookup_stats`; those of this service alone."""
-        tokens = {known.namespace.id: known.namespace.block_tokens for known in self.pool.all_known()}
-        with self._lock:
-            return LookupStats(
-                asked_tokens=sum(count * tokens[n] for n, count in self._asked.items()),
-                matched_tokens=sum(count * tokens[n] for n, count in self._matched.items()),
-                misses={reason: self._misses[reason] for reason in MissReason},
-            )
-
-    def _reserve(
-        self, known: Known, records: dict[int, SegmentRecord], wanted: tuple[Any, ...], freed: list[Freed]
-    ) -> ReserveResult:
-        """One try; what ``freed`` names is for the grants, and what it frees itself is added there."""
-        choices = self.usage.choices(known.namespace.id, records)
-        answer = self._call(known.namespace.id, "reserve", *wanted, choices, self._config.age_slack)
-        kind = answer[0]
-        if kind == b"missing":
-            return ReserveResult(0, b"", {}, answer[1])
-        if kind == b"loop":
-            raise NamespaceMismatchError(
-                "the chain's parent is stored below the chain: give the hashes from their root"
-            )
-        if kind == b"chain":
-            raise NamespaceMismatchError(
-                f"hashes[{answer[1]}] is stored below another parent: the hashes are not one chain; "
-                "give them from the root"
-            )
-        _, number, wants, shares, victims = answer
-        freed += freed_of(victims, records)
-        return _reserved(_number(known, int(number)), wants, shares, freed)
+        return self._lookups.stats(
+            {known.namespace.id: known.namespace.block_tokens for known in self.pool.all_known()}
+        )
 
     def _call(self, namespace_id: bytes, function: str, *arguments: Any) -> Any:
         return self.link.call(self.epoch.prefix(namespace_id), function, *arguments)
@@ -431,28 +356,8 @@ class RedisStore:
         return MissReason.RECOVERING if self._recovering and reason in _UNSURE else reason
 
 
-def _number(known: Known, inner: int) -> int:
-    return known.number << NUMBER_BITS | inner if inner else 0
-
-
-def _inner(number: int) -> int:
-    return number & ((1 << NUMBER_BITS) - 1)
-
-
 def _check_first(hashes: bytes, first: int) -> int:
     blocks = count_hashes(hashes, MATCH_BLOCKS_MAX)
     if not 0 <= first < blocks:
         raise InvalidHashError(f"first is {first}; it must be an index into the {blocks} hashes")
     return blocks
-
-
-def _reserved(number: int, wants: bytes, packed: list[bytes], freed: list[Freed]) -> ReserveResult:
-    shares: dict[tuple[int, int], Share] = {}
-    for key, indexes in zip(packed[::2], packed[1::2], strict=True):
-        segment, shard = np.frombuffer(key, "<u2").tolist()
-        shares[segment, shard] = Share(np.frombuffer(indexes, "<u4").tolist())
-    for segment, orders in freed:
-        ranks = [share for (at, _), share in shares.items() if at == segment]
-        for i, order in enumerate(orders if ranks else ()):
-            ranks[i % len(ranks)].victims.append(order)
-    return ReserveResult(number, wants, shares, None)
