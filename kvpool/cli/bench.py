@@ -18,7 +18,6 @@ from kvpool.bench import store as stores
 from kvpool.bench import transfer as transfers
 from kvpool.bench.cipher import CipherRow, measure_cipher
 from kvpool.bench.gpu import GpuSettings
-from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
 from kvpool.bench.loss import LossRow
 from kvpool.bench.recovery import RecoveryRow
 from kvpool.bench.replicas import ReplicaRow, ReplicaSettings
@@ -32,6 +31,7 @@ from kvpool.bench.vllm_rows import MOONCAKE, PATHS
 from kvpool.bench.workload import AgentSettings, Workload, agent_workload
 from kvpool.cli.bench_disk import DiskRows, disk_rows, disk_views
 from kvpool.cli.bench_gpu import gpu_views
+from kvpool.cli.bench_lookup import LookupRows, lookup_rows, lookup_views
 from kvpool.cli.bench_recovery import recovery_views
 from kvpool.cli.bench_vllm import vllm_views
 from kvpool.cli.output import Format, FormatOption, emit, table, target
@@ -44,9 +44,7 @@ from kvpool.ops.settings import LogSettings
 Row = (
     TransferRow
     | CipherRow
-    | LookupRow
-    | LookupCoreRow
-    | DirectoryMemoryRow
+    | LookupRows
     | StoreRow
     | RecoveryRow
     | LossRow
@@ -121,10 +119,13 @@ def lookup(
     memory_blocks: Annotated[
         int, typer.Option(min=0, help="Blocks of the directory whose memory is measured; 0: do not.")
     ] = MEMORY_BLOCKS,
+    state: Annotated[
+        str, typer.Option(help="memory; redis, started here; or the URL of one whose keys may be deleted.")
+    ] = "memory",
     output: FormatOption = Format.TEXT,
 ) -> None:
     """Look up whole chains over the framed protocol and in the directory alone, and weigh its entries."""
-    _show(_lookup_rows([_number(size) for size in _words(sizes)], samples, memory_blocks), output)
+    _show(lookup_rows(state, [_number(size) for size in _words(sizes)], samples, memory_blocks), output)
 
 
 @bench.command()
@@ -241,7 +242,7 @@ def all_(*, output: FormatOption = Format.TEXT) -> None:
     products = itertools.product(transfers.transports_here(), transfers.OPS, transfers.BLOCK_BYTES)
     for rows in (
         _transfer_rows(TransferSettings(transport=t, op=op, block_bytes=size) for t, op, size in products),
-        _lookup_rows(lookups.SIZES, 1_000, MEMORY_BLOCKS),
+        lookup_rows("memory", lookups.SIZES, 1_000, MEMORY_BLOCKS),
         _store_rows(StoreSettings()),
         _recovery_rows(RECOVERY_BLOCKS, [agent_workload(AgentSettings())]),
         replication.measure_replicas(ReplicaSettings()),
@@ -256,13 +257,6 @@ def _transfer_rows(settings: Iterable[TransferSettings]) -> Iterator[Row]:
         seals |= one.transport == "tls"
     if seals:
         yield measure_cipher()
-
-
-def _lookup_rows(sizes: Sequence[int], samples: int, memory_blocks: int) -> Iterator[Row]:
-    yield from lookups.measure_lookup(sizes, samples)
-    yield from lookups.measure_lookup_core(sizes, samples)
-    if memory_blocks:
-        yield lookups.measure_directory_memory(memory_blocks)
 
 
 def _store_rows(settings: StoreSettings) -> Iterator[Row]:
@@ -285,9 +279,7 @@ def _show(rows: Iterable[Row], output: Format) -> None:
     if output is Format.TEXT:
         for view in (
             _transfers(done),
-            _lookups(done),
-            _cores(done),
-            _memory(done),
+            *lookup_views(done),
             _stores(done),
             *recovery_views(done),
             *disk_views(done),
@@ -328,43 +320,6 @@ def _transfers(rows: Sequence[Row]) -> RenderableType | None:
             if isinstance(row, CipherRow)
         ),
     )
-
-
-def _lookups(rows: Sequence[Row]) -> RenderableType | None:
-    cells = [
-        (
-            f"{row.size:,}",
-            row.via,
-            f"{row.p50_ms:.3f}",
-            target(lookups.TARGETS_MS.get(row.size), "<="),
-            f"{row.p99_ms:.3f}",
-            f"{row.keys_per_s:,.0f}",
-        )
-        for row in rows
-        if isinstance(row, LookupRow)
-    ]
-    return table(("#look-up of blocks", "via", "#p50 ms", "#target", "#p99 ms", "#keys/s"), cells) if cells else None
-
-
-def _cores(rows: Sequence[Row]) -> RenderableType | None:
-    cells = [(f"{row.size:,}", f"{row.p50_us:.1f}") for row in rows if isinstance(row, LookupCoreRow)]
-    return table(("#directory alone, blocks", "#p50 us"), cells) if cells else None
-
-
-def _memory(rows: Sequence[Row]) -> RenderableType | None:
-    cells = [
-        (
-            f"{row.blocks:,}",
-            f"{row.bytes_per_block:.0f}",
-            target(lookups.TARGET_BYTES_PER_BLOCK, "<="),
-            f"{row.bytes_per_copy:.0f}",
-            target(lookups.TARGET_BYTES_PER_COPY, "<="),
-        )
-        for row in rows
-        if isinstance(row, DirectoryMemoryRow)
-    ]
-    columns = ("#directory of blocks", "#bytes a block", "#target", "#bytes a further copy", "#target")
-    return table(columns, cells) if cells else None
 
 
 def _stores(rows: Sequence[Row]) -> RenderableType | None:
