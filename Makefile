@@ -69,7 +69,7 @@ gpu:
 # certificates or package index inside it.
 image: setup
 	rm -rf build/wheels
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --wheel-dir build/wheels .
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --wheel-dir build/wheels '.[redis]'
 	docker build --network none --tag $${KVPOOL_IMAGE:-kvpool:latest} --file deploy/docker/Dockerfile .
 
 # The shipped docker-compose.yml on a real engine; skipped, with the reason, where there is none.

@@ -21,13 +21,15 @@ def free_port(below: int = 65_536) -> int:
 class RedisServer:
     """One `redis-server`. Starts empty, unless its folder holds a dump."""
 
-    def __init__(self, folder: Path, *options: str, port: int | None = None) -> None:
+    def __init__(self, folder: Path, *options: str, port: int | None = None, config: tuple[str, ...] = ()) -> None:
         self.port = port or free_port()
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        where = ("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "")
+        where = ("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder))
+        if not config:
+            options = (*options, "--save", "")
         with (folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(["redis-server", *where, *options], stdout=log, stderr=log)
+            self.process = subprocess.Popen(["redis-server", *config, *where, *options], stdout=log, stderr=log)
         self.client = redis.Redis(port=self.port, protocol=2)
         eventually(self.answers)
 
@@ -73,3 +75,37 @@ class RedisCluster:
         info = server.client.execute_command("CLUSTER INFO")
         text = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
         return text["cluster_state"] == "ok" and int(text["cluster_known_nodes"]) == len(self.servers)
+
+
+class Watched:
+    """A primary, a replica, and a Sentinel that lets it take over."""
+
+    def __init__(self, folder: Path) -> None:
+        self.primary = RedisServer(folder / "primary", "--repl-diskless-sync-delay", "0")
+        follows = ("--replicaof", f"127.0.0.1 {self.primary.port}")
+        self.replica = RedisServer(folder / "replica", *follows)
+        eventually(lambda: self.replica.client.info("replication")["master_link_status"] == "up")
+        watching = folder / "sentinel.conf"
+        watching.write_text(
+            f"sentinel monitor pool 127.0.0.1 {self.primary.port} 1\n"
+            "sentinel down-after-milliseconds pool 300\nsentinel failover-timeout pool 3000\n"
+        )
+        self.sentinel = RedisServer(folder / "sentinel", config=(str(watching), "--sentinel"))
+        eventually(lambda: self._master()[b"num-slaves"] == b"1")
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://127.0.0.1:{self.sentinel.port}/pool"
+
+    def kill(self) -> None:
+        for server in (self.sentinel, self.replica, self.primary):
+            server.kill()
+
+    def _master(self) -> dict[bytes, bytes]:
+        flat = self.sentinel.client.connection_pool.get_connection()
+        try:
+            flat.send_command("SENTINEL", "MASTER", "pool")
+            found = flat.read_response()
+        finally:
+            self.sentinel.client.connection_pool.release(flat)
+        return dict(zip(found[::2], found[1::2], strict=True))

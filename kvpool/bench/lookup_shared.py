@@ -22,10 +22,10 @@ from kvpool.bench.measure import child, cpu_s, heard, percentile, pool_processes
 from kvpool.bench.process import RoleProcess
 from kvpool.bench.waiting import wait_until
 from kvpool.core.directory import DirectoryConfig
-from kvpool.core.errors import UnavailableError
+from kvpool.core.errors import StateAwayError, UnavailableError
 from kvpool.core.keys import split_hashes
 from kvpool.core.limits import HASH_BYTES, PAGE_BYTES, RESERVE_BLOCKS_MAX, SEGMENT_ID_BYTES
-from kvpool.meta.store.link import RedisLink, StateAwayError
+from kvpool.meta.store.link import RedisLink
 from kvpool.meta.store.pool import current_epoch
 from kvpool.meta.store.redis import RedisStore
 

@@ -84,6 +84,14 @@ class OverloadedError(UnavailableError):
     """The peer refuses calls beyond its limit; it did nothing, and may do it later."""
 
 
+class StateAwayError(UnavailableError):
+    """The state that several services share cannot be asked now, or is not the one that was asked."""
+
+
+class StateFaultError(UnavailableError):
+    """A function of the shared state failed, which none should."""
+
+
 class ProtocolError(KvpoolError):
     """A peer broke the wire contract; its connection must not be used again."""
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from kvpool.core.directory import DirectoryStats, LookupStats
+from kvpool.core.errors import StateAwayError
 from kvpool.core.members import Member, MemberState
 from kvpool.meta.serving import Serving
 from kvpool.meta.store.base import Store
-from kvpool.meta.store.link import StateAwayError
 from kvpool.ops.metrics import Latency
 from kvpool.ops.metrics.declared import TIERS
 from kvpool.ops.metrics.exposition import Exposition

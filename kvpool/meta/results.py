@@ -7,7 +7,7 @@ from kvpool.core.directory import DirectoryStats, ReserveResult
 from kvpool.core.members import MemberSegment, Scrub
 from kvpool.core.namespace import Namespace
 from kvpool.core.recovery import Recovery
-from kvpool.meta.shared.servers import ServerRecord, StateHealth
+from kvpool.meta.shared.records import ServerRecord, StateHealth
 from kvpool.transport.wire.messages import SegmentGrant, Topology
 
 

@@ -3,10 +3,11 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import grpc
 
-from kvpool.core.errors import SettingsError
+from kvpool.core.errors import SettingsError, StateAwayError
 from kvpool.core.identities import META as META_IDENTITY
 from kvpool.core.members import MemberState
 from kvpool.meta.framed import REQUESTS, MetaSession
@@ -15,8 +16,6 @@ from kvpool.meta.metrics import MetaMetrics
 from kvpool.meta.service import MetaService
 from kvpool.meta.servicers import AdminServicer, DirectoryServicer
 from kvpool.meta.serving import Serving
-from kvpool.meta.shared.service import SharedMetaService
-from kvpool.meta.store.link import StateAwayError
 from kvpool.ops.addresses import at_host
 from kvpool.ops.authentication import open_authenticator, security_of
 from kvpool.ops.grpc_server import GrpcServer
@@ -65,8 +64,7 @@ class MetaServer:
             raise SettingsError(
                 "tokens are for a port of their own: name both tls.tokens and meta.token_port, or neither"
             )
-        make = MetaService if settings.state is None else SharedMetaService
-        self.service: Serving = make(settings, time.monotonic, os.urandom, self._recovered)
+        self.service = _open_service(settings, self._recovered)
         self.grpc_address = ""
         self.token_address = ""
         self.framed_address = ""
@@ -190,3 +188,12 @@ class MetaServer:
                 self.service.tick()
             except MemoryError:  # the next one may find some: without ticks nothing would ever expire
                 log.warning("out_of_memory", what="tick")
+
+
+def _open_service(settings: MetaSettings, on_recovered: Callable[[], None]) -> Serving:
+    """A service with a directory of its own, or one that shares it in Redis."""
+    if settings.state is None:
+        return MetaService(settings, time.monotonic, os.urandom, on_recovered)
+    from kvpool.meta.shared.service import SharedMetaService  # noqa: PLC0415 - brings a client of Redis
+
+    return SharedMetaService(settings, time.monotonic, os.urandom, on_recovered)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from redis_servers import RedisCluster, RedisServer
+from redis_servers import RedisCluster, RedisServer, Watched
 
 import kvpool
 from kvpool.bench.process import RoleProcess
@@ -126,6 +126,27 @@ def test_redis_dies_and_comes_back_with_what_it_knew_long_ago_and_then_empty(sha
     for chain, content in kept:
         eventually(lambda chain=chain: blocks.match(chain).blocks == len(chain))
         assert_there(pool.client_of("b").namespace(blocks.namespace), chain, content)
+
+
+def test_a_replica_takes_over(tmp_path, stack, rng):
+    """It may have lost writes: nodes say anew what they hold."""
+    watched = Watched(tmp_path / "redis")
+    stack.callback(watched.kill)
+    pool = SharedPool(tmp_path, stack, state=watched.url)
+    pool.start_service("a")
+    pool.start_node("n0", "8MiB")
+    client = pool.connect(timeout_s=5.0)
+    blocks = open_blocks(client)
+    chain, content = stored(blocks, rng)
+    state = client.status().state
+    assert state.replicas == 1
+
+    watched.primary.kill()
+    eventually(lambda: blocks.match(chain).blocks == len(chain))
+    assert_there(blocks, chain, content)
+    later = client.status().state
+    assert later.epoch != state.epoch
+    assert later.replicas == 0
 
 
 def test_a_cluster_holds_namespaces_on_its_masters(tmp_path, stack, rng):

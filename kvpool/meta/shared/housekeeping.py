@@ -4,6 +4,7 @@ import threading
 import time
 
 from kvpool.meta.shared import nodes, servers
+from kvpool.meta.shared.records import ServerRecord
 from kvpool.meta.shared.state import State
 from kvpool.ops.logging import get_logger
 
@@ -16,7 +17,7 @@ SERVER_TTL_S = 5.0
 log = get_logger(__name__)
 
 
-def keep_house(state: State, node_ttl_s: float, here: servers.ServerRecord, stopping: threading.Event) -> None:
+def keep_house(state: State, node_ttl_s: float, here: ServerRecord, stopping: threading.Event) -> None:
     """Say that this service is there, free what was abandoned, lose silent nodes; raises StateAwayError."""
     link = state.store.link
     state.members.refresh()

@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvpool.core.clock import Clock
-from kvpool.core.errors import SettingsError
+from kvpool.core.errors import SettingsError, StateAwayError
 from kvpool.meta.shared.state import State
-from kvpool.meta.store.link import POOL, RedisLink, StateAwayError
+from kvpool.meta.store.link import POOL, RedisLink
 from kvpool.meta.store.pool import current_epoch
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings

@@ -17,6 +17,7 @@ from kvpool.core.directory import CommitStatus, Inventory, Location, Match, Miss
 from kvpool.core.errors import (
     CapacityError,
     InvalidHashError,
+    StateAwayError,
     UnavailableError,
     UnknownNamespaceError,
     UsageError,
@@ -33,10 +34,10 @@ from kvpool.meta.shared.drains import NoDrains
 from kvpool.meta.shared.housekeeping import keep_house
 from kvpool.meta.shared.keeper import Keeper
 from kvpool.meta.shared.members import Said
+from kvpool.meta.shared.records import ServerRecord
 from kvpool.meta.shared.showing import status_of
 from kvpool.meta.shared.state import State
 from kvpool.meta.store.base import Store
-from kvpool.meta.store.link import StateAwayError
 from kvpool.ops.admission import Admission
 from kvpool.ops.logging import get_logger
 from kvpool.ops.settings import MetaSettings
@@ -84,7 +85,7 @@ class SharedMetaService:
         self._stopping = threading.Event()
         self._keeper = Keeper(settings, clock, random_bytes)
         self._ask = self._keeper.ask
-        self._here = servers.ServerRecord(self.incarnation, "", __version__)
+        self._here = ServerRecord(self.incarnation, "", __version__)
 
     @property
     def fence(self) -> int:

@@ -7,7 +7,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from kvpool.core.errors import SettingsError, UnavailableError
+from kvpool.core.errors import SettingsError, StateAwayError, StateFaultError, UnavailableError
 
 try:
     import redis
@@ -35,14 +35,6 @@ def library() -> tuple[str, str]:
     body = "\n".join((folder / f"{part}.lua").read_text() for part in PARTS)
     suffix = "_" + hashlib.sha256(body.encode()).hexdigest()[:8]
     return f"#!lua name=kvpool{suffix}\nlocal SUFFIX = '{suffix}'\n{body}", suffix
-
-
-class StateAwayError(UnavailableError):
-    """The state cannot be asked now, or is not the one that this service knows."""
-
-
-class StateFaultError(UnavailableError):
-    """A function failed, which none should: nothing has changed but what it wrote before."""
 
 
 class LibraryMissingError(StateAwayError):
