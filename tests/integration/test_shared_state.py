@@ -12,6 +12,8 @@ from redis_servers import RedisCluster, RedisServer, Watched
 import kvpool
 from kvpool.bench.process import RoleProcess
 from kvpool.core.directory import MissReason
+from kvpool.meta import MetaServer
+from kvpool.ops.settings import MetaSettings
 from tests.integration.conftest import Pool, blank, open_blocks, random_blocks, random_chain
 from tests.waiting import eventually
 
@@ -92,6 +94,13 @@ def test_a_service_dies_and_its_node_and_clients_go_to_the_other(shared_pool, rn
     assert pool.client_of("b").status().counters["blocks"] == len(chain) + len(more)
     with pytest.raises(kvpool.UsageError, match="does not copy blocks between nodes yet"):
         pool.client_of("b").drain("n0")
+
+
+def test_a_redis_that_drops_keys_by_itself_is_refused(redis_server):
+    redis_server.client.config_set("maxmemory", "100mb")
+    redis_server.client.config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(kvpool.SettingsError, match="noeviction"):
+        MetaServer(MetaSettings(state=redis_server.url))
 
 
 def test_redis_dies_and_comes_back_with_what_it_knew_long_ago_and_then_empty(shared_pool, redis_server, rng):

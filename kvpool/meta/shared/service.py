@@ -18,6 +18,7 @@ from kvpool.core.errors import (
     CapacityError,
     InvalidHashError,
     StateAwayError,
+    StateFaultError,
     UnavailableError,
     UnknownNamespaceError,
     UsageError,
@@ -261,7 +262,7 @@ class SharedMetaService:
                 nodes.take_segments(state, member, segments)
             return current
 
-        with suppress(StateAwayError):
+        with suppress(StateAwayError, StateFaultError):
             if not self._ask(hear):
                 raise UnavailableError(f"the session of node {member.node_id} is over; dial in again")
 

@@ -25,7 +25,8 @@ SCHEMES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
 POOL = "kvpool:{pool}:"
 """First part of the keys that are of the whole pool."""
 
-Key = tuple[str, str]
+CONNECTIONS_MAX = 4_096
+"""More than a service has threads: calls never wait for a connection, nor are refused one."""
 
 
 @functools.cache
@@ -68,6 +69,7 @@ class RedisLink:
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
             "protocol": 2,
+            "max_connections": CONNECTIONS_MAX,
             "redis_connect_func": self._connected,
             "retry": Retry(NoBackoff(), 0),
         }
@@ -139,6 +141,8 @@ class RedisLink:
     def _failure(self, error: Exception) -> UnavailableError:
         if "Function not found" in str(error):
             return LibraryMissingError(str(error))
+        if isinstance(error, redis.exceptions.OutOfMemoryError):
+            return StateFaultError("Redis is full; raise maxmemory there, or give the pool less")
         if "user_function" in str(error):  # this call's own: the state is there for others
             return StateFaultError(f"a function in Redis failed: {error}")
         self.failures += 1

@@ -110,20 +110,17 @@ class Pool:
 
     # Namespaces
 
-    def open_namespace(self, namespace: Namespace) -> bool:
-        """Give it a number, if it has none; whether this service did not know it."""
-        if namespace.id in self._known:
-            return False
+    def open_namespace(self, namespace: Namespace) -> None:
+        """Give it a number, if it has none."""
         self.read_namespaces()
         if namespace.id in self._known:
-            return True
+            return
         number = self.link.run([("INCR", f"{self.epoch.pool}namespaces_opened")])[0] - 1
         if number >= NAMESPACES_MAX:
             raise CapacityError(f"{NAMESPACES_MAX} namespaces are open, the limit; drop old ones by raising an epoch")
         entry = msgspec.msgpack.encode((number, namespace.document))
         self.link.run([("HSETNX", self._namespaces_key, namespace.id, entry)])
         self.read_namespaces()
-        return True
 
     def read_namespaces(self) -> None:
         """Learn which namespaces others have opened."""

@@ -63,18 +63,21 @@ class RedisStore:
         self._config = config
         self._outboxes = Outboxes(self.pool)
         self._recovering = False
+        self._opened: set[bytes] = set()
         self._lookups = Lookups()
 
     # Namespaces
 
     def open_namespace(self, namespace: Namespace) -> None:
         """See `Directory.open_namespace`."""
-        if not self.pool.open_namespace(namespace):
+        if namespace.id in self._opened:
             return
+        self.pool.open_namespace(namespace)
         base = (self.epoch.number & 0x3FFFF) << 32
         slot_bytes = pages_of(namespace.block_bytes) * PAGE_BYTES
         where = self.epoch.prefix(namespace.id)
         self.link.call(where, "open", slot_bytes, namespace.shards, base, self._config.tombstones)
+        self._opened.add(namespace.id)
 
     def namespaces(self) -> list[Namespace]:
         """See `Directory.namespaces`."""

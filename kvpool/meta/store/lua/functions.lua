@@ -2,13 +2,20 @@
 
 local UNKNOWN = { err = 'UNKNOWN the namespace is not open in this store' }
 
+-- What takes more blocks in is refused while Redis is full; all else is not: it is how room comes back.
+local GROWS = { kvpool_reserve = true, kvpool_announce = true }
+
 local function register(name, callback, changes)
-  redis.register_function(name .. SUFFIX, function(keys, args)
-    if not open(keys[1]) then return UNKNOWN end
-    local answer = callback(args)
-    if changes then close() end
-    return answer
-  end)
+  redis.register_function({
+    function_name = name .. SUFFIX,
+    flags = GROWS[name] and {} or { 'allow-oom' },
+    callback = function(keys, args)
+      if not open(keys[1]) then return UNKNOWN end
+      local answer = callback(args)
+      if changes then close() end
+      return answer
+    end,
+  })
 end
 
 redis.register_function('kvpool_open' .. SUFFIX, function(keys, args)
@@ -84,7 +91,11 @@ local function micros()
 end
 
 local function of_pool(name, callback)
-  redis.register_function(name .. SUFFIX, function(keys, args) return callback(keys[1], args) end)
+  redis.register_function({
+    function_name = name .. SUFFIX,
+    flags = { 'allow-oom' },
+    callback = function(keys, args) return callback(keys[1], args) end,
+  })
 end
 
 -- A value changes only if it still is the one that the caller saw.
