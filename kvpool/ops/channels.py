@@ -6,7 +6,7 @@ import threading
 
 import grpc
 
-from kvpool.core.errors import AuthenticationError, DeadlineError, KvpoolError, UnavailableError
+from kvpool.core.errors import AuthenticationError, DeadlineError, KvpoolError, StateAwayError, UnavailableError
 from kvpool.ops.addresses import split_address
 from kvpool.ops.credentials import TlsPeer
 from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
@@ -34,6 +34,7 @@ class Channels:
     def __init__(self, address: str, peer: TlsPeer | None) -> None:
         self._addresses = address.split(",")
         self._at = 0
+        self._used = threading.local()
         self._peer = peer
         self._lock = threading.Lock()
         self._loaded = peer.credentials.current() if peer else None
@@ -43,6 +44,7 @@ class Channels:
         """The channel for a call made now."""
         if self._peer is not None and self._peer.credentials.current() is not self._loaded:
             self._renew(self._peer)
+        self._used.at = self._at
         return self._channels[-1]
 
     @property
@@ -56,6 +58,7 @@ class Channels:
 
     def open(self) -> grpc.Channel:
         """A channel of the caller's own."""
+        self._used.at = self._at
         if self._peer is None:
             return grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
         credentials = channel_credentials(self._peer.credentials.current())
@@ -69,7 +72,7 @@ class Channels:
         host that does not answer, or a name that nobody knows, it would only be slower to hear.
         """
         raised, address = raised_by(error), self._address
-        if type(raised) is UnavailableError or isinstance(raised, DeadlineError):
+        if type(raised) is UnavailableError or isinstance(raised, DeadlineError | StateAwayError):
             self._move()
         if type(raised) is not UnavailableError or not _hung_up(str(raised)) or timeout_s <= 0:
             return raised
@@ -83,9 +86,11 @@ class Channels:
                 channel.close()
 
     def _move(self) -> None:
-        """Take the next server."""
-        if len(self._addresses) > 1:
-            with self._lock:
+        """Take the next server, unless another thread has left the one that this one's call failed on."""
+        if len(self._addresses) == 1:
+            return
+        with self._lock:
+            if getattr(self._used, "at", self._at) == self._at:
                 self._at = (self._at + 1) % len(self._addresses)
                 self._replace()
 
