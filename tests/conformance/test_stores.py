@@ -11,6 +11,7 @@ from redis_servers import RedisServer
 from kvpool.core.clock import microseconds
 from kvpool.core.directory import MissReason
 from kvpool.core.namespace import Namespace
+from kvpool.meta.store import matching
 from kvpool.meta.store.link import RedisLink
 from kvpool.meta.store.memory import open_memory_store
 from kvpool.meta.store.pool import current_epoch
@@ -72,6 +73,7 @@ class RedisModel(StoreModel):
         self.link.run([("FLUSHALL",)])
         epoch = current_epoch(self.link, lambda length: bytes([7]) * length)
         store = CheckedRedisStore(self.link, epoch, self.config)
+        store.usage.pressure_s = 0.0
         self.clock = store.clock = RedisClock(FAR_FUTURE_S)
         store.clock.store = store
         return store
@@ -137,7 +139,9 @@ class RedisMachine(StoreMachine):
 def redis_server(tmp_path_factory):
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     RedisModel.link = RedisLink(server.url, 5.0)
-    yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matching, "DENSE_BLOCKS", 1)  # so that short chains are asked for like long ones
+        yield server
     RedisModel.link.close()
     server.kill()
 

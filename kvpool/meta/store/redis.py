@@ -38,6 +38,7 @@ from kvpool.meta.store import packing
 from kvpool.meta.store.explaining import explanation
 from kvpool.meta.store.link import RedisLink
 from kvpool.meta.store.lookups import Lookups, pool_stats
+from kvpool.meta.store.matching import match
 from kvpool.meta.store.outboxes import Outboxes
 from kvpool.meta.store.pool import Epoch, Known, Pool, SegmentRecord
 from kvpool.meta.store.reserving import NUMBER_BITS, Wanted, number_of, number_within, reserve
@@ -223,10 +224,11 @@ class RedisStore:
         known = self.pool.known(namespace_id)
         share = self.usage.lease_share(self._config) if lease_s > 0 else -1.0
         lease_us = microseconds(lease_s + LEASE_MARGIN_S) if lease_s > 0 else 0
-        matched, said, lease, whole = self._call(namespace_id, "match", hashes, first, lease_us, share)
+        prefix = self.epoch.prefix(namespace_id)
+        matched, said, lease, whole = match(self.link, prefix, hashes, first, lease_us, share)
         reason = self._reason(said) if matched < blocks else None
         self._lookups.note(namespace_id, blocks, matched, reason, shortened=matched < whole)
-        return Match(matched, reason, number_of(known, int(lease)))
+        return Match(matched, reason, number_of(known, lease))
 
     def release(self, lease: int) -> bool:
         """See `Directory.release`."""

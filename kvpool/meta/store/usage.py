@@ -1,5 +1,7 @@
 """How full the segments are, summed up over namespaces, and who gives way when they are full."""
 
+import math
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,8 @@ from kvpool.meta.store.pool import Known, Pool, SegmentRecord
 
 ROUNDS_MAX = 64
 """Namespaces asked to make room in one reservation."""
+
+PRESSURE_S = 0.1
 
 NONE = (2, 0)
 """The age of what has no leaf to give."""
@@ -38,10 +42,16 @@ class NamespaceStats:
 
 
 class Usage:
-    """Sums over the namespaces of a pool. Keeps nothing: each answer is of the moment it is asked for."""
+    """Sums over the namespaces of a pool, of the moment they are asked for.
+
+    Attributes:
+        pressure_s: For how long it is taken as known whether the pool is nearly full: each lease asks.
+    """
 
     def __init__(self, pool: Pool) -> None:
+        self.pressure_s = PRESSURE_S
         self._pool = pool
+        self._lease_share = (-math.inf, 0.0)
 
     def stats(self) -> list[NamespaceStats]:
         """Of every namespace."""
@@ -70,12 +80,12 @@ class Usage:
 
     def lease_share(self, config: DirectoryConfig) -> float:
         """What leases may hold of what each namespace uses; negative while there is no pressure on the pool."""
-        segments = self.segments()
-        capacity_bytes = sum(segment.capacity_bytes for segment in segments)
-        used_bytes = sum(segment.used_bytes for segment in segments)
-        if used_bytes <= config.pressure * capacity_bytes:
-            return -1.0
-        return config.lease_cap * capacity_bytes / used_bytes
+        asked_s, share = self._lease_share
+        now_s = time.monotonic()
+        if now_s >= asked_s + self.pressure_s:
+            share = self._share(config)
+            self._lease_share = (now_s, share)
+        return share
 
     def make_room(self, known: Known, records: dict[int, SegmentRecord], hashes: bytes, first: int) -> list[Freed]:
         """Let namespaces with older leaves than this one's give way to the blocks it lacks; what they freed.
@@ -91,6 +101,14 @@ class Usage:
     def let_others_give(self, known: Known, records: dict[int, SegmentRecord], blocks: int) -> list[Freed]:
         """Let other namespaces give way to so many blocks, though their leaves be younger: its own are not enough."""
         return self._evict(known, records, self._all(), blocks * known.namespace.shards, spare_own=True)
+
+    def _share(self, config: DirectoryConfig) -> float:
+        segments = self.segments()
+        capacity_bytes = sum(segment.capacity_bytes for segment in segments)
+        used_bytes = sum(segment.used_bytes for segment in segments)
+        if used_bytes <= config.pressure * capacity_bytes:
+            return -1.0
+        return config.lease_cap * capacity_bytes / used_bytes
 
     def _evict(
         self, known: Known, records: dict[int, SegmentRecord], everyone: list[Known], slots: int, *, spare_own: bool

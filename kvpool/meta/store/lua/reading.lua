@@ -51,9 +51,9 @@ local function touch(row)
   write_record('b:', row, BLOCK_BYTES, USED_AT, struct.pack('<d', now))
 end
 
--- All of a match, or what the cap allows of it: leases may hold `share` of what the namespace uses, under pressure.
-local function within_cap(hashes, first, matched, row, share)
-  if share == UNCAPPED then return matched, row end
+-- Blocks of a match that the cap allows: leases may hold `share` of what the namespace uses, under pressure.
+local function within_cap(first, matched, row, share)
+  if share == UNCAPPED then return matched end
   for _, number in ipairs(redis.call('ZRANGEBYSCORE', P .. 'lease_ends', '-inf', now, 'LIMIT', 0, SLICE)) do
     end_lease(number)
   end
@@ -62,31 +62,61 @@ local function within_cap(hashes, first, matched, row, share)
   local block_bytes = ns.slot_bytes * ns.shards
   local spare = math.floor(share * used) - (ns.leased_bytes or 0)
   local charged = tonumber(redis.call('HGET', P .. 'charged', row)) or 0
-  if (matched - first) * block_bytes <= spare + charged then return matched, row end
-  local allowed = math.min(matched, first + math.max(0, math.floor(spare / block_bytes)))
-  if allowed == matched then return matched, row end
-  return allowed, allowed > 0 and find(hash_at(hashes, allowed - 1)) or nil
+  if (matched - first) * block_bytes <= spare + charged then return matched end
+  return math.min(matched, first + math.max(0, math.floor(spare / block_bytes)))
 end
 
-local function match(hashes, first, lease_us, share)
-  local asked = #hashes / HASH
-  local matched, row = prefix(hashes, asked)
-  local whole = matched
-  if lease_us > 0 and matched > 0 then matched, row = within_cap(hashes, first, matched, row, share) end
+local function grant_lease(row, lease_us, blocks_leased)
+  local b, until_us = block(row), now + lease_us
+  b.used_us, b.held_us = now, math.max(b.held_us, until_us)
+  count('last_lease')
+  local lease = int(ns.base + ns.last_lease)
+  redis.call('ZADD', P .. 'lease_ends', until_us, lease)
+  put_lease(lease, row, until_us, blocks_leased * ns.slot_bytes * ns.shards)
+  return lease
+end
+
+-- The rest of a match of `whole` blocks that ends in `row`; `at(i)` is the hash of block i of the chain, nil where the
+-- caller has not sent it: then it has to send all of them.
+local function finish(asked, whole, row, first, lease_us, share, at)
+  local matched = whole
+  if lease_us > 0 and whole > 0 then matched = within_cap(first, whole, row, share) end
+  if matched > 0 and matched < whole then
+    local last = at(matched - 1)
+    if not last then return { 'again' } end
+    row = find(last)
+  end
   local lease = '0'
   if matched > 0 and lease_us > 0 and matched > first then
-    local b, until_us = block(row), now + lease_us
-    b.used_us, b.held_us = now, math.max(b.held_us, until_us)
-    count('last_lease')
-    lease = int(ns.base + ns.last_lease)
-    redis.call('ZADD', P .. 'lease_ends', until_us, lease)
-    put_lease(lease, row, until_us, (matched - first) * ns.slot_bytes * ns.shards)
+    lease = grant_lease(row, lease_us, matched - first)
   elseif matched > 0 then
     touch(row)
   end
-  local reason = matched < asked and why(hash_at(hashes, matched)) or ''
+  local ends = matched < asked and at(matched) or nil
+  if matched < asked and not ends then return { 'again' } end
+  local reason = ends and why(ends) or ''
   if lease_us > 0 then close() end
-  return { matched, reason, lease, whole }
+  return { 'matched', matched, reason, lease, whole }
+end
+
+-- Of a chain of which blocks from `base` on are sent, those before being visible.
+local function match(hashes, base, asked, first, lease_us, share)
+  local found, row = prefix(hashes, math.min(#hashes / HASH, asked - base))
+  if base > 0 and found == 0 then return { 'again' } end
+  local function at(i) return i >= base and (i - base + 1) * HASH <= #hashes and hash_at(hashes, i - base) or nil end
+  return finish(asked, base + found, row, first, lease_us, share, at)
+end
+
+-- Of a long chain of which some blocks are sent, ever farther apart, the last one among them. When they are all visible
+-- the whole chain is; else the caller sends those between the last that is and the first that is not.
+local function match_sparse(hashes, asked, first, lease_us, share)
+  local row
+  for i = 0, #hashes / HASH - 1 do
+    local visible = peek_visible(hash_at(hashes, i))
+    if not visible then return { 'between', i } end
+    row = visible
+  end
+  return finish(asked, asked, row, first, lease_us, share, function() return nil end)
 end
 
 local function release(number)
@@ -99,32 +129,46 @@ local function release(number)
   return 1
 end
 
--- Placements of the visible blocks from `first` on: with their index where a block has several, else in order.
+-- Add the placements of a block to `found`; false when it is not visible.
+local function add_places(found, row, i, shard)
+  local chunk, start = read_record('b:', row, BLOCK_BYTES)
+  local at, state = struct.unpack('<i4B', chunk, start + STATE_AT - 4)
+  if state ~= VISIBLE then return false end
+  while at ~= NIL do
+    local places_read, begins = read_record('p:', at, PLACE_BYTES)
+    local record = string.sub(places_read, begins, begins + PLACE_BYTES - 1)
+    if ns.shards == 1 then
+      found[#found + 1] = record
+      return true
+    end
+    local of_shard = struct.unpack('<H', record, 5)
+    if shard < 0 or of_shard == shard then found[#found + 1] = struct.pack('<I4', i) .. record end
+    at = struct.unpack('<i4', record, PLACE_BYTES - 11)
+  end
+  return true
+end
+
+-- Placements of the visible blocks from `first` on; with their index where a block has several, else in order. It ends at
+-- a hole, which only a list that is not one chain can have.
+local function gather(hashes, first, matched, shard)
+  local found = {}
+  for start = first, matched - 1, SLICE do
+    local some = {}
+    for i = start, math.min(start + SLICE, matched) - 1 do some[#some + 1] = hash_at(hashes, i) end
+    local rows = redis.call('HMGET', P .. 'idx', unpack(some))
+    for i = 1, #some do
+      local row = rows[i] and tonumber(rows[i])
+      if not row or not add_places(found, row, start + i - 1 - first, shard) then return found, start + i - 1 - first end
+    end
+  end
+  return found, math.max(0, matched - first)
+end
+
 local function locate(hashes, first, shard)
   local asked = #hashes / HASH
   local matched, last = prefix(hashes, asked)
   if last then touch(last) end
-  find_all(hashes, first, matched - 1)
-  local found, located = {}, 0
-  for i = first, matched - 1 do
-    local row = find(hash_at(hashes, i))
-    if row == NIL then break end
-    local chunk, start = read_record('b:', row, BLOCK_BYTES)
-    local at, state = struct.unpack('<i4B', chunk, start + STATE_AT - 4)
-    if state ~= VISIBLE then break end -- a list that is not one chain
-    located = located + 1
-    while at ~= NIL do
-      local places_read, begins = read_record('p:', at, PLACE_BYTES)
-      local record = string.sub(places_read, begins, begins + PLACE_BYTES - 1)
-      if ns.shards == 1 then
-        found[located] = record
-        break
-      end
-      local of_shard = struct.unpack('<H', record, 5)
-      if shard < 0 or of_shard == shard then found[#found + 1] = struct.pack('<I4', i - first) .. record end
-      at = struct.unpack('<i4', record, PLACE_BYTES - 11)
-    end
-  end
+  local found, located = gather(hashes, first, matched, shard)
   if ns.shards == 1 and shard > 0 then found = {} end
   local reason = matched < asked and why(hash_at(hashes, matched)) or ''
   return { located, reason, table.concat(found) }
