@@ -6,7 +6,7 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
 # UCX, for the tests of the ucx transport: without torch, which NIXL names as a need and never loads.
 NIXL := --no-deps 'nixl-cu12>=1.5,<2'
 
-.PHONY: setup setup-vllm demo demo-vllm test test-vllm test-compose image lint unit property simulation integration \
+.PHONY: setup setup-vllm demo demo-vllm test test-vllm test-compose image lint unit property conformance simulation integration \
 	redteam soak bench bench-vllm gpu docs-generated clean
 
 setup: .venv/.ready
@@ -50,7 +50,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-unit property simulation integration redteam: setup
+unit property conformance simulation integration redteam: setup
 	$(PYTEST) tests/$@
 
 # Ten minutes of what `make test` does for one: 200 connections, and what each process holds over time.

@@ -3,6 +3,7 @@
 import threading
 import time
 
+from kvpool.core.members import QUIET
 from kvpool.meta.shared import nodes, servers
 from kvpool.meta.shared.records import ServerRecord
 from kvpool.meta.shared.state import State
@@ -27,5 +28,7 @@ def keep_house(state: State, node_ttl_s: float, here: ServerRecord, stopping: th
     for record in state.members.silent(node_ttl_s):
         log.warning("node_silent", node=record.node_id, ttl_s=node_ttl_s)
         nodes.lose(state, record.node_id, record.session)
+    for record in state.members.silent(node_ttl_s * QUIET):
+        nodes.set_quiet(state, record, quiet=True)
     while state.store.drop_lost(LOSS_BLOCKS) and not stopping.is_set():
         time.sleep(LOSS_PAUSE_S)

@@ -93,6 +93,13 @@ def lose(state: State, node_id: str, session: int) -> bool:
     return True
 
 
+def set_quiet(state: State, record: MemberRecord, *, quiet: bool) -> None:
+    """While a ready node has not been heard of for long, others are better for new blocks."""
+    if record.state == MemberState.READY and not record.drains:
+        for segment_id in record.in_use():
+            state.store.set_accepting(segment_id, accepting=not quiet)
+
+
 def lose_late(state: State, member: Member, segment_id: bytes, namespace_id: bytes) -> None:
     """The session had ended when it brought this: drop what was taken after others had dropped the rest."""
     for segment, number in zip(member.segments, member.numbers, strict=False):

@@ -260,6 +260,9 @@ class SharedMetaService:
             if current:
                 state.store.acknowledge(member.node_id, orders_applied)
                 nodes.take_segments(state, member, segments)
+                record = state.members.record(member.node_id)
+                if record is not None:
+                    nodes.set_quiet(state, record, quiet=False)
             return current
 
         with suppress(StateAwayError, StateFaultError):
