@@ -125,12 +125,15 @@ local function find(hash)
   return row
 end
 
--- Look many hashes up at once, for `find` to know.
+-- Look many hashes up at once, for `find` to know; what this call has changed it knows better than Redis yet does.
 local function find_all(hashes, from, to)
   for start = from, to, SLICE do
     local some = {}
-    for i = start, math.min(start + SLICE - 1, to) do some[#some + 1] = hash_at(hashes, i) end
-    local rows = redis.call('HMGET', P .. 'idx', unpack(some))
+    for i = start, math.min(start + SLICE - 1, to) do
+      local hash = hash_at(hashes, i)
+      if index[hash] == nil then some[#some + 1] = hash end
+    end
+    local rows = #some > 0 and redis.call('HMGET', P .. 'idx', unpack(some)) or {}
     for i, hash in ipairs(some) do index[hash] = tonumber(rows[i]) or NIL end
   end
 end

@@ -143,6 +143,7 @@ end
 -- Free what abandoned reservations hold, and forget leases that ran out.
 local function expire()
   for _, number in ipairs(redis.call('ZRANGEBYSCORE', P .. 'due', '-inf', now, 'LIMIT', 0, SLICE)) do
+    written[tonumber(number)] = written[tonumber(number)] or {} -- it is over, whatever it has left
     for _, row in ipairs(redis.call('SMEMBERS', P .. 'r:' .. number)) do
       count('expired_blocks')
       remove_block(block(tonumber(row)), 'expired')
