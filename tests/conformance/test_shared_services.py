@@ -2,16 +2,20 @@
 
 import os
 import time
+from functools import partial
 
 import pytest
 from fake_node import FakeSegment, chain, make_namespace
 from redis_servers import RedisServer
 
 from kvpool.core.directory import DISK, CommitStatus, Inventory, MissReason, Want
-from kvpool.core.errors import UnavailableError, UsageError
+from kvpool.core.errors import StaleGrantError, UnavailableError, UsageError
 from kvpool.core.grants import open_grant
 from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.members import Member, MemberSegment, MemberState
+from kvpool.core.read_grants import READ_GRANT_S, open_read_grant
+from kvpool.meta.looking import find_block, namespace_usage
+from kvpool.meta.service import NOBODYS
 from kvpool.meta.shared.service import SharedMetaService
 from kvpool.ops.settings import MetaSettings
 
@@ -116,6 +120,63 @@ def test_what_one_service_grants_the_other_takes(stored):
     in_flight = reserve(a, b"".join(chain(*range(100, 104))))
     assert set(reserve(b, b"".join(chain(*range(100, 104)))).result.wants) == {Want.IN_FLIGHT}
     assert b.abort(in_flight.result.reservation, None) == 4
+
+
+def test_tenants_are_kept_apart_by_every_service(stored):
+    a, b = stored
+    own, tenant = NAMESPACE.id, NAMESPACE.tenant
+    for service in stored:
+        assert service.visible(own, tenant) == service.visible(own, None) == own
+        assert service.visible(own, "rival") == service.visible(bytes([9]) * 32, tenant) == NOBODYS
+    lease = a.match(own, PACKED, 0, 1.0).lease
+    assert not b.release(lease, "rival")
+    assert b.release(lease, tenant)
+    write = reserve(a, b"".join(chain(*range(100, 104)))).result.reservation
+    assert b.abort(write, None, tenant="rival") == 0
+    assert b.abort(write, None, tenant=tenant) == 4
+
+
+def test_every_service_seals_read_grants_for_the_nodes_session_until_that_ends(stored, node):
+    a, b = stored
+    assert b.reads.since(NAMESPACE.id, 0) is None  # nobody is authenticated
+    for service in stored:
+        service.reads.is_on = True
+        service.locate(NAMESPACE.id, PACKED, 0, None)
+        grants = service.reads.since(NAMESPACE.id, 0)
+        assert service.reads.since(NAMESPACE.id, grants.version) is None
+        opened = open_read_grant(grants.nodes[0].grant, node.member.key)
+        assert (opened.incarnation, opened.session) == (service.fence, node.member.session)
+        assert opened.namespace == NAMESPACE.id
+        assert opened.until_ms == pytest.approx(READ_GRANT_S * 1000, abs=30_000)
+    before = node.member.key
+    node.join(b)
+    a.locate(NAMESPACE.id, PACKED, 0, None)  # which learns of it
+    [sealed] = a.reads.since(NAMESPACE.id, 0).nodes
+    assert open_read_grant(sealed.grant, node.member.key).session == node.member.session
+    with pytest.raises(StaleGrantError):
+        open_read_grant(sealed.grant, before)
+
+
+def test_each_service_tells_what_a_namespace_holds_and_what_it_was_asked_itself(stored):
+    a, b = stored
+    a.match(NAMESPACE.id, PACKED, 0, 0.0)
+    b.locate(NAMESPACE.id, PACKED, 0, None)
+    [told_a], [told_b] = namespace_usage(a), namespace_usage(b)
+    size_bytes = len(CHAIN) * NAMESPACE.block_bytes
+    assert told_a.blocks == told_b.blocks == len(CHAIN)
+    assert (told_a.asked_blocks, told_a.matched_blocks, told_a.stored_bytes) == (len(CHAIN), len(CHAIN), size_bytes)
+    assert (told_b.asked_blocks, told_b.read_bytes, told_b.stored_bytes) == (0, size_bytes, 0)
+
+
+def test_what_is_not_there_yet_names_the_setting(stored):
+    a, _ = stored
+    for refused in (
+        lambda: a.ask(partial(find_block, [NAMESPACE.id], CHAIN[0])),
+        lambda: a.quotas.change("acme", {"pins": 1}, []),
+        lambda: a.mover.drain("n0", 1.0, stay=False),
+    ):
+        with pytest.raises(UsageError, match=r"with meta\.state"):
+            refused()
 
 
 def test_a_node_that_goes_to_another_service_keeps_its_blocks_all_the_time(stored, node):

@@ -14,6 +14,8 @@ from kvpool.bench.process import RoleProcess
 from kvpool.core.directory import MissReason
 from kvpool.meta import MetaServer
 from kvpool.ops.settings import MetaSettings
+from kvpool.ops.version import __version__
+from tests.http_pages import ask
 from tests.integration.conftest import Pool, blank, open_blocks, random_blocks, random_chain
 from tests.waiting import eventually
 
@@ -83,6 +85,7 @@ def test_a_service_dies_and_its_node_and_clients_go_to_the_other(shared_pool, rn
     status = pool.client_of("b").status()
     assert {server.address for server in status.servers} == {u.removeprefix("grpc://") for u in pool.uris.values()}
     assert status.state.primaries == 1
+    assert status.nodes[0].version == __version__
 
     pool.kill_service("a")
     eventually(lambda: blocks.match(chain).blocks == len(chain))  # a miss at worst meanwhile
@@ -94,6 +97,8 @@ def test_a_service_dies_and_its_node_and_clients_go_to_the_other(shared_pool, rn
     assert pool.client_of("b").status().counters["blocks"] == len(chain) + len(more)
     with pytest.raises(kvpool.UsageError, match="does not copy blocks between nodes yet"):
         pool.client_of("b").drain("n0")
+    page = ask(pool.meta_ready["http"], "/")
+    assert (page.status, "meta.state is set" in page.text) == (501, True)
 
 
 def test_a_redis_that_drops_keys_by_itself_is_refused(redis_server):

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvpool.core.errors import SettingsError, UnavailableError
+from kvpool.meta import MetaServer
 from kvpool.meta.shared.service import SharedMetaService
 from kvpool.meta.store.link import RedisLink, library
 from kvpool.ops.settings import ClientSettings, MetaSettings, NodeSettings
@@ -34,9 +35,18 @@ def test_a_password_in_the_url_is_refused_since_settings_are_shown():
     assert MetaSettings(state="redis://user@127.0.0.1:6379").state
 
 
-def test_a_policy_that_is_not_there_in_redis_is_refused():
-    with pytest.raises(SettingsError, match="only lru"):
-        SharedMetaService(MetaSettings(state=NOBODY, policy="default"), time.monotonic, os.urandom)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("policy", "default"),
+        ("tenants", {"acme": {"bytes": "1GiB"}}),
+        ("tenant_default", {"pins": 3}),
+        ("events_port", 7305),
+    ],
+)
+def test_what_is_not_there_in_redis_is_refused_by_its_name(name, value):
+    with pytest.raises(SettingsError, match=rf"meta\.{name} is .*; with meta\.state"):
+        MetaServer(MetaSettings(state=NOBODY, **{name: value}))
 
 
 def test_a_password_file_that_is_not_there_is_named(tmp_path):
