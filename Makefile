@@ -12,8 +12,8 @@ OWN := --no-deps --no-build-isolation
 UV := .venv-tools/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --custom-compile-command 'make lock'
 
-.PHONY: setup setup-vllm demo demo-vllm test test-vllm test-compose image lint unit property simulation integration \
-	redteam soak fuzz lock audit sbom bench bench-vllm gpu docs docs-generated screenshots clean
+.PHONY: setup setup-vllm demo demo-vllm test test-vllm test-compose image lint unit property conformance simulation \
+	integration redteam soak fuzz lock audit sbom bench bench-vllm gpu docs docs-generated screenshots clean
 
 setup: .venv/.ready
 
@@ -56,7 +56,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-unit property simulation integration redteam: setup
+unit property conformance simulation integration redteam: setup
 	$(PYTEST) tests/$@
 
 # Ten minutes of what `make test` does for one: 200 connections, and what each process holds over time.
@@ -92,7 +92,7 @@ image: setup
 	@touch $@
 
 lock: .venv-tools/.ready
-	$(UV) pyproject.toml -o $(LOCKS)/runtime.txt
+	$(UV) --extra redis pyproject.toml -o $(LOCKS)/runtime.txt
 	$(UV) --extra dev --extra ucx --group build --group helm -c $(LOCKS)/runtime.txt pyproject.toml -o $(LOCKS)/dev.txt
 	$(UV) --group tools -o $(LOCKS)/tools.txt
 

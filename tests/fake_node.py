@@ -106,13 +106,16 @@ class SmallPool:
 
     def __init__(self, *pages: int, namespaces: tuple[Namespace, ...] = (), config: DirectoryConfig | None = None):
         self.clock = ManualClock()
-        self.directory = Directory(self.clock, config)
+        self.directory = self.open_directory(config)
         self.namespaces = namespaces or (make_namespace(),)
         for namespace in self.namespaces:
             self.directory.open_namespace(namespace)
         self.segments = [FakeSegment(bytes([i]) * 16, f"node-{i}", n * PAGE_BYTES) for i, n in enumerate(pages)]
         for segment in self.segments:
             self.join(segment)
+
+    def open_directory(self, config: DirectoryConfig | None) -> Directory:
+        return Directory(self.clock, config)
 
     @property
     def namespace(self) -> Namespace:

@@ -11,9 +11,10 @@ import itertools
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -39,7 +40,7 @@ HEADROOM = 1.5
 MEMORY_CHAIN_BLOCKS = 256
 _SEGMENT = bytes(SEGMENT_ID_BYTES)
 _OTHER_SEGMENT = b"\1" * SEGMENT_ID_BYTES
-_NAMESPACE = kvpool.Namespace(model="kvpool-bench", block_tokens=16, block_bytes=PAGE_BYTES)
+NAMESPACE = kvpool.Namespace(model="kvpool-bench", block_tokens=16, block_bytes=PAGE_BYTES)
 
 
 class LookupRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="bench", tag="lookup"):
@@ -67,14 +68,14 @@ class DirectoryMemoryRow(msgspec.Struct, frozen=True, kw_only=True, tag_field="b
     bytes_per_copy: float
 
 
-def measure_lookup(sizes: Sequence[int], samples: int) -> Iterator[LookupRow]:
-    """Look up chains through the framed protocol, over a Unix socket and over TCP.
+def measure_lookup(sizes: Sequence[int], samples: int, **meta: object) -> Iterator[LookupRow]:
+    """Look up chains through the framed protocol, over a Unix socket and over TCP; ``meta``: the service's settings.
 
     Raises:
         KvpoolError: The pool did not start, or does not find what it stored.
     """
     for via in VIAS:
-        yield from _measure_via(via, sizes, samples)
+        yield from _measure_via(via, sizes, samples, meta)
 
 
 def measure_lookup_core(sizes: Sequence[int], samples: int) -> Iterator[LookupCoreRow]:
@@ -83,10 +84,10 @@ def measure_lookup_core(sizes: Sequence[int], samples: int) -> Iterator[LookupCo
     directory = _directory(longest)
     chain = os.urandom(longest * HASH_BYTES)
     _fill(directory, chain, 0)
-    look_up = partial(directory.match, _NAMESPACE.id, lease_s=LEASE_S)
+    look_up = partial(directory.match, NAMESPACE.id, lease_s=LEASE_S)
     for size in sizes:
-        times_s = _times_s(look_up, chain[: size * HASH_BYTES], samples)
-        yield LookupCoreRow(size=size, p50_us=rounded(percentile(times_s, 50) * 1e6))
+        taken_s = times_s(look_up, chain[: size * HASH_BYTES], samples)
+        yield LookupCoreRow(size=size, p50_us=rounded(percentile(taken_s, 50) * 1e6))
 
 
 def measure_directory_memory(blocks: int) -> DirectoryMemoryRow:
@@ -104,35 +105,35 @@ def measure_directory_memory(blocks: int) -> DirectoryMemoryRow:
 def report_growth(blocks: int) -> None:
     """In a child: fill a directory with chains, then copies, and say by how many bytes the process grew for each."""
     directory = _directory(blocks)
-    _fill(directory, _numbered_chain(0), 0)  # what the first use brings is no entry's
+    _fill(directory, numbered_chain(0), 0)  # what the first use brings is no entry's
     directory.add_segment(_OTHER_SEGMENT, "other", int((blocks + MEMORY_CHAIN_BLOCKS) * PAGE_BYTES * HEADROOM))
     directory.set_accepting(_OTHER_SEGMENT, accepting=False)  # nothing is placed there; copies are announced
-    _copy(directory, _numbered_chain(0), 0)
+    _copy(directory, numbered_chain(0), 0)
     sizes_bytes = [_resident_bytes()]
     for put in (_fill, _copy):
         for slot in range(MEMORY_CHAIN_BLOCKS, MEMORY_CHAIN_BLOCKS + blocks, MEMORY_CHAIN_BLOCKS):
-            put(directory, _numbered_chain(slot), slot)
+            put(directory, numbered_chain(slot), slot)
         sizes_bytes.append(_resident_bytes())
     say(" ".join(str(after - before) for before, after in itertools.pairwise(sizes_bytes)))
 
 
-def _measure_via(via: str, sizes: Sequence[int], samples: int) -> Iterator[LookupRow]:
+def _measure_via(via: str, sizes: Sequence[int], samples: int, meta: Mapping[str, Any]) -> Iterator[LookupRow]:
     longest = _longest(sizes)
     node_bytes = int(longest * PAGE_BYTES * HEADROOM)
     with (
-        pool_processes(node_bytes, meta_unix=via == "unix") as pool,
+        pool_processes(node_bytes, meta_unix=via == "unix", **meta) as pool,
         kvpool.connect(pool.uri, timeout_s=60.0) as client,
     ):
-        keyspace = client.namespace(_NAMESPACE)
-        chain = _store_chain(keyspace, longest)
+        keyspace = client.namespace(NAMESPACE)
+        chain = store_chain(keyspace, longest)
         settle(pool.pids)
         for size in sizes:
-            times_s = _times_s(partial(keyspace.match, lease_s=LEASE_S), chain[: size * HASH_BYTES], samples)
+            taken_s = times_s(partial(keyspace.match, lease_s=LEASE_S), chain[: size * HASH_BYTES], samples)
             yield LookupRow(
                 size=size,
-                p50_ms=rounded(percentile(times_s, 50) * 1e3),
-                p99_ms=rounded(percentile(times_s, 99) * 1e3),
-                keys_per_s=rounded(size * samples / sum(times_s)),
+                p50_ms=rounded(percentile(taken_s, 50) * 1e3),
+                p99_ms=rounded(percentile(taken_s, 99) * 1e3),
+                keys_per_s=rounded(size * samples / sum(taken_s)),
                 via=via,
             )
 
@@ -145,7 +146,7 @@ def _longest(sizes: Sequence[int]) -> int:
     return max(sizes)
 
 
-def _times_s(look_up: Callable[[bytes], Match], hashes: bytes, samples: int) -> list[float]:
+def times_s(look_up: Callable[[bytes], Match], hashes: bytes, samples: int) -> list[float]:
     """Times of ``samples`` look-ups, after a few that warm up; raises KvpoolError for a wrong answer."""
     size = len(hashes) // HASH_BYTES
     times_s = []
@@ -158,7 +159,8 @@ def _times_s(look_up: Callable[[bytes], Match], hashes: bytes, samples: int) -> 
     return times_s[-samples:]
 
 
-def _store_chain(keyspace: kvpool.Keyspace, blocks: int) -> bytes:
+def store_chain(keyspace: kvpool.Keyspace, blocks: int) -> bytes:
+    """Store a new chain of so many blocks; its hashes. Raises KvpoolError when the pool does not take them all."""
     chain = os.urandom(blocks * HASH_BYTES)
     block = np.ones(PAGE_BYTES, np.uint8)
     for first in range(0, blocks, RESERVE_BLOCKS_MAX):
@@ -171,7 +173,7 @@ def _store_chain(keyspace: kvpool.Keyspace, blocks: int) -> bytes:
 
 def _directory(blocks: int) -> Directory:
     directory = Directory(time.monotonic)
-    directory.open_namespace(_NAMESPACE)
+    directory.open_namespace(NAMESPACE)
     directory.add_segment(_SEGMENT, "bench", int((blocks + MEMORY_CHAIN_BLOCKS) * PAGE_BYTES * HEADROOM))
     return directory
 
@@ -181,7 +183,7 @@ def _fill(directory: Directory, chain: bytes, first_slot: int) -> None:
     blocks = len(chain) // HASH_BYTES
     for first in range(0, blocks, RESERVE_BLOCKS_MAX):
         end = min(first + RESERVE_BLOCKS_MAX, blocks)
-        reserved = directory.reserve(_NAMESPACE.id, chain[: end * HASH_BYTES], first)
+        reserved = directory.reserve(NAMESPACE.id, chain[: end * HASH_BYTES], first)
         checksums = np.frombuffer(os.urandom(8 * (end - first)), "<u8").tolist()
         slots = range(first_slot + first, first_slot + end)
         hashes = split_hashes(chain[first * HASH_BYTES : end * HASH_BYTES])
@@ -189,7 +191,7 @@ def _fill(directory: Directory, chain: bytes, first_slot: int) -> None:
         directory.commit(reserved.reservation, _SEGMENT, written)
 
 
-def _numbered_chain(number: int) -> bytes:
+def numbered_chain(number: int) -> bytes:
     """The same hashes each time, so that nobody need keep them."""
     return hashlib.shake_256(number.to_bytes(8, "little")).digest(MEMORY_CHAIN_BLOCKS * HASH_BYTES)
 
@@ -201,7 +203,7 @@ def _copy(directory: Directory, chain: bytes, first_slot: int) -> None:
     announced = [
         AnnouncedBlock(block_hash, parents[i], 0, first_slot + i, i + 1, i) for i, block_hash in enumerate(hashes)
     ]
-    directory.announce(_OTHER_SEGMENT, _NAMESPACE.id, Inventory.of(announced))
+    directory.announce(_OTHER_SEGMENT, NAMESPACE.id, Inventory.of(announced))
 
 
 def _resident_bytes() -> int:

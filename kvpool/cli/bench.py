@@ -18,7 +18,6 @@ from kvpool.bench import store as stores
 from kvpool.bench import transfer as transfers
 from kvpool.bench.cipher import CipherRow, measure_cipher
 from kvpool.bench.gpu import GpuSettings
-from kvpool.bench.lookup import DirectoryMemoryRow, LookupCoreRow, LookupRow
 from kvpool.bench.loss import LossRow
 from kvpool.bench.recovery import RecoveryRow
 from kvpool.bench.replicas import ReplicaRow, ReplicaSettings
@@ -34,6 +33,7 @@ from kvpool.cli.bench_compare import compare
 from kvpool.cli.bench_disk import DiskRows, disk_rows, disk_views
 from kvpool.cli.bench_gpu import gpu_views
 from kvpool.cli.bench_index import index_views
+from kvpool.cli.bench_lookup import LookupRows, lookup_rows
 from kvpool.cli.bench_probe import probe
 from kvpool.cli.bench_recovery import recovery_views
 from kvpool.cli.bench_trace import trace as replay_trace
@@ -49,9 +49,7 @@ from kvpool.ops.settings import LogSettings
 Row = (
     TransferRow
     | CipherRow
-    | LookupRow
-    | LookupCoreRow
-    | DirectoryMemoryRow
+    | LookupRows
     | StoreRow
     | RecoveryRow
     | LossRow
@@ -127,10 +125,13 @@ def lookup(
     memory_blocks: Annotated[
         int, typer.Option(min=0, help="Blocks of the directory whose memory is measured; 0: do not.")
     ] = MEMORY_BLOCKS,
+    state: Annotated[
+        str, typer.Option(help="memory; redis, started here; or the URL of one whose keys may be deleted.")
+    ] = "memory",
     output: FormatOption = Format.TEXT,
 ) -> None:
     """Look up whole chains over the framed protocol and in the directory alone, and weigh its entries."""
-    _show(_lookup_rows([_number(size) for size in _words(sizes)], samples, memory_blocks), output)
+    _show(lookup_rows(state, [_number(size) for size in _words(sizes)], samples, memory_blocks), output)
 
 
 @bench.command()
@@ -258,7 +259,7 @@ def all_(
     products = itertools.product(transfers.transports_here(), transfers.OPS, transfers.BLOCK_BYTES)
     for rows in (
         _transfer_rows(TransferSettings(transport=t, op=op, block_bytes=size) for t, op, size in products),
-        _lookup_rows(lookups.SIZES, 1_000, MEMORY_BLOCKS),
+        lookup_rows("memory", lookups.SIZES, 1_000, MEMORY_BLOCKS),
         _store_rows(StoreSettings()),
         _recovery_rows(RECOVERY_BLOCKS, [agent_workload(AgentSettings())]),
         replication.measure_replicas(ReplicaSettings()),
@@ -276,13 +277,6 @@ def _transfer_rows(settings: Iterable[TransferSettings]) -> Iterator[Row]:
         seals |= one.transport == "tls"
     if seals:
         yield measure_cipher()
-
-
-def _lookup_rows(sizes: Sequence[int], samples: int, memory_blocks: int) -> Iterator[Row]:
-    yield from lookups.measure_lookup(sizes, samples)
-    yield from lookups.measure_lookup_core(sizes, samples)
-    if memory_blocks:
-        yield lookups.measure_directory_memory(memory_blocks)
 
 
 def _store_rows(settings: StoreSettings) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from kvpool.ops.settings import Settings, is_loopback
 
 if TYPE_CHECKING:
     from kvpool.client import PoolStatus
-    from kvpool.client.results import NodeStatus
+    from kvpool.client.results import NodeStatus, ServerStatus
 
 _COLUMNS = ("node", "state", "#used", "#of", "#%", "#blocks", "#scrub", "#bad", "transport", "endpoints")
 
@@ -54,7 +54,7 @@ def _view(pool_status: "PoolStatus") -> RenderableType:
     headline = f"incarnation {pool_status.incarnation}, namespaces {len(pool_status.namespaces)}"
     columns = (*_COLUMNS, *(["disk"] if has_disks else []), *(["copied here"] if has_copies else []))
     tenants = [tenants_table(pool_status.tenants)] if shows_tenants(pool_status.tenants) else []
-    heads = (headline, *_security(pool_status), *_recovery(pool_status), *_events(pool_status))
+    heads = (headline, *_security(pool_status), *_state(pool_status), *_recovery(pool_status), *_events(pool_status))
     return Group(*heads, table(columns, rows), *tenants)
 
 
@@ -66,6 +66,23 @@ def _security(pool_status: "PoolStatus") -> list[str]:
     if exposed:
         return [f"INSECURE: plaintext, for anybody who reaches {', '.join(exposed)}; see `kvpool certs`"]
     return ["security: TLS" if pool_status.security == Security.TLS else "security: none, on loopback alone"]
+
+
+def _state(pool_status: "PoolStatus") -> list[str]:
+    """Where several services share the state: how that is, and which they are."""
+    state = pool_status.state
+    if state is None:
+        return []
+    behind = f", {state.replicas} replicas, {format_size(state.lag_bytes)} behind" if state.replicas else ""
+    held = f"{state.primaries} primaries, {format_size(state.used_bytes)}{behind}"
+    return [f"state: epoch {state.epoch} in {state.url}, {held}", *map(_server, pool_status.servers)]
+
+
+def _server(server: "ServerStatus") -> str:
+    failures = f", {server.failures} calls that it did not answer" if server.failures else ""
+    return (
+        f"server: {server.address}, version {server.version}, Redis answers in {server.ping_s * 1e3:.1f} ms{failures}"
+    )
 
 
 def _is_exposed(uri: str) -> bool:

@@ -19,6 +19,8 @@ from kvpool.client.results import (
     PoolStatus,
     RecoveryStatus,
     SegmentStatus,
+    ServerStatus,
+    SharedStateStatus,
     TenantStatus,
 )
 from kvpool.core.directory import DISK
@@ -130,6 +132,8 @@ class Client:
             security=answer.security,
             tenants=tuple(TenantStatus.of(tenant) for tenant in answer.tenants),
             events=tuple(answer.events),
+            state=_state_status(answer.state) if answer.HasField("state") else None,
+            servers=tuple(_server_status(server) for server in answer.servers),
         )
 
     def set_quota(
@@ -278,6 +282,15 @@ def check_timeout(timeout_s: float) -> float:
 
 def _recovery_status(message: admin_pb2.Recovery) -> RecoveryStatus:
     return RecoveryStatus(message.active, message.nodes_reported, message.nodes_expected, message.lasted_s)
+
+
+def _state_status(message: admin_pb2.SharedState) -> SharedStateStatus:
+    counts = (message.primaries, message.replicas, message.lag_bytes, message.used_bytes)
+    return SharedStateStatus(message.url, message.epoch, *counts)
+
+
+def _server_status(message: admin_pb2.Server) -> ServerStatus:
+    return ServerStatus(message.incarnation, message.address, message.version, message.ping_s, message.failures)
 
 
 def _node_status(node: common_pb2.Node, transport: str | None, carrier: str) -> NodeStatus:

@@ -55,10 +55,10 @@ _FRAMED = "framed"
 
 
 class MetaClient:
-    """Calls to one metadata service; finds it again after it restarted. Thread-safe.
+    """Calls to a pool's metadata service; finds it, or another one, again after it died. Thread-safe.
 
     Args:
-        uri: ``grpc://host:port``.
+        uri: ``grpc://host:port``; of several services that serve the pool, all, with commas between.
         principal: Who is calling.
         credentials: What proves it, over TLS; None: plaintext.
 
@@ -67,17 +67,19 @@ class MetaClient:
     """
 
     def __init__(self, uri: str, principal: str, credentials: Credentials | None = None) -> None:
-        if not isinstance(uri, str) or not uri.startswith("grpc://"):
+        addresses = [part.removeprefix("grpc://") for part in uri.split(",")] if isinstance(uri, str) else []
+        if not addresses or not all(part.startswith("grpc://") for part in uri.split(",")):
             raise SettingsError(f"pool {uri!r} is not an address; write grpc://HOST:PORT, e.g. grpc://127.0.0.1:7300")
         self.uri = uri
         self.reconnects = -1
         self.overloaded = 0
         self.budget = RetryBudget()
         self._lock = threading.Lock()
-        split_address(uri.removeprefix("grpc://"))
+        for address in addresses:
+            split_address(address)
         self._principal = principal
         self._peer = None if credentials is None else credentials.toward(META)
-        self._channels = Channels(uri.removeprefix("grpc://"), self._peer)
+        self._channels = Channels(",".join(addresses), self._peer)
         self._breaker = Breaker(time.monotonic, pause_s=PAUSE_S)
         self._pools: OpenOnce[str, ConnectionPool] = OpenOnce("the client", ConnectionPool.close)
         self.topology = Topology(0, [])
@@ -95,7 +97,7 @@ class MetaClient:
     def open_namespace(self, document: bytes, deadline: Deadline) -> bytes:
         """Make a namespace known to the service; raises InvalidNamespaceError, UnavailableError."""
         request = directory_pb2.OpenNamespaceRequest(document=document)
-        return self._ask(self._directory.OpenNamespace, request, deadline).namespace
+        return self._ask(lambda: self._directory.OpenNamespace, request, deadline).namespace
 
     def owned(self, namespace: Namespace) -> Namespace:
         """The namespace, with the caller's own tenant where it names none."""
@@ -105,28 +107,28 @@ class MetaClient:
 
     def status(self, deadline: Deadline) -> admin_pb2.GetStatusResponse:
         """What the service says of the pool; raises UnavailableError."""
-        return self._ask(self._admin.GetStatus, admin_pb2.GetStatusRequest(), deadline)
+        return self._ask(lambda: self._admin.GetStatus, admin_pb2.GetStatusRequest(), deadline)
 
     def explain(self, request: admin_pb2.ExplainRequest, deadline: Deadline) -> admin_pb2.ExplainResponse:
         """Why blocks can or cannot be matched; raises KvpoolError."""
-        return self._ask(self._admin.Explain, request, deadline)
+        return self._ask(lambda: self._admin.Explain, request, deadline)
 
     def block(self, request: admin_pb2.GetBlockRequest, deadline: Deadline) -> admin_pb2.GetBlockResponse:
         """What the directory knows of a block; raises KvpoolError."""
-        return self._ask(self._admin.GetBlock, request, deadline)
+        return self._ask(lambda: self._admin.GetBlock, request, deadline)
 
     def drain(self, node_id: str, drain_timeout_s: float, deadline: Deadline, *, stay: bool) -> admin_pb2.DrainStatus:
         """Begin to drain a node, or go on with it; raises UsageError for a node that is not there."""
         request = admin_pb2.DrainNodeRequest(node_id=node_id, timeout_ms=int(drain_timeout_s * 1000), stay=stay)
-        return self._ask(self._admin.Drain, request, deadline)
+        return self._ask(lambda: self._admin.Drain, request, deadline)
 
     def drain_status(self, node_id: str, deadline: Deadline) -> admin_pb2.DrainStatus:
         """How far it has come; raises UsageError when the node was not drained."""
-        return self._ask(self._admin.GetDrain, admin_pb2.GetDrainRequest(node_id=node_id), deadline)
+        return self._ask(lambda: self._admin.GetDrain, admin_pb2.GetDrainRequest(node_id=node_id), deadline)
 
     def cancel_drain(self, node_id: str, deadline: Deadline) -> admin_pb2.DrainStatus:
         """Place blocks on the node again; raises UsageError when it does not drain."""
-        return self._ask(self._admin.CancelDrain, admin_pb2.CancelDrainRequest(node_id=node_id), deadline)
+        return self._ask(lambda: self._admin.CancelDrain, admin_pb2.CancelDrainRequest(node_id=node_id), deadline)
 
     def set_quota(
         self, tenant: str, limits: Mapping[str, float], unlimited: Collection[str], deadline: Deadline
@@ -136,7 +138,7 @@ class MetaClient:
             request = admin_pb2.SetQuotaRequest(tenant=tenant, unlimited=unlimited, **limits)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise UsageError(f"limits {dict(limits)} cannot be: {error}; they are {', '.join(LIMITS)}") from error
-        return self._ask(self._admin.SetQuota, request, deadline)
+        return self._ask(lambda: self._admin.SetQuota, request, deadline)
 
     def call(self, request: Message, reply_type: type[Reply], deadline: Deadline, *, again: bool) -> Reply:
         """A hot call; ``again`` allows one more try on a new connection, if the retry budget does too.
@@ -247,17 +249,24 @@ class MetaClient:
         return pool
 
     def _pool(self, deadline: Deadline) -> directory_pb2.GetPoolResponse:
-        return self._ask(self._directory.GetPool, directory_pb2.GetPoolRequest(principal=self._principal), deadline)
+        return self._ask(
+            lambda: self._directory.GetPool, directory_pb2.GetPoolRequest(principal=self._principal), deadline
+        )
 
-    def _ask(self, method: Callable[..., Answer], request: object, deadline: Deadline) -> Answer:
-        """A gRPC call; raises what it stands for."""
-        try:
-            trace = carried()
-            return method(request, timeout=deadline.left_s(), metadata=[(TRACE_KEY, trace)] if trace else None)
-        except grpc.RpcError as error:
-            raise self._failure(error, deadline) from error
-        except ValueError as error:  # what gRPC says of a closed channel
-            raise ClosedError("the client is closed; connect again") from error
+    def _ask(self, method: Callable[[], Callable[..., Answer]], request: object, deadline: Deadline) -> Answer:
+        """A gRPC call, of each service once until one can be reached; raises what it stands for."""
+        trace = carried()
+        metadata = [(TRACE_KEY, trace)] if trace else None
+        for others in reversed(range(self._channels.servers)):
+            try:
+                return method()(request, timeout=deadline.left_s(), metadata=metadata)
+            except grpc.RpcError as error:
+                raised = self._failure(error, deadline)
+                if not others or not _is_nobody_there(raised):
+                    raise raised from error
+            except ValueError as error:  # what gRPC says of a closed channel
+                raise ClosedError("the client is closed; connect again") from error
+        raise AssertionError("there is at least one service")
 
     def _failure(self, error: grpc.RpcError, deadline: Deadline) -> KvpoolError:
         raised = self._channels.failure(error, deadline.rest_s())
@@ -275,6 +284,11 @@ def _post(
         posted.append(step)
         with step.at_hand():
             connection.post(request, deadline.left_s())
+
+
+def _is_nobody_there(error: KvpoolError) -> bool:
+    answered = (AuthenticationError, DeadlineError, OverloadedError)
+    return isinstance(error, UnavailableError) and not isinstance(error, answered)
 
 
 def _topology(message: common_pb2.Topology) -> Topology:

@@ -20,6 +20,8 @@ __all__ = [
     "RecoveryStatus",
     "Reservation",
     "SegmentStatus",
+    "ServerStatus",
+    "SharedStateStatus",
     "StoreResult",
     "TenantStatus",
     "WriteResult",
@@ -60,6 +62,27 @@ class StoreResult:
     refused: int = 0
     missing_from: int | None = None
     size_bytes: int = 0
+
+
+class SharedStateStatus(msgspec.Struct, frozen=True):
+    """The pool's state in Redis; see admin.proto."""
+
+    url: str
+    epoch: int
+    primaries: int
+    replicas: int
+    lag_bytes: int
+    used_bytes: int
+
+
+class ServerStatus(msgspec.Struct, frozen=True):
+    """One of the metadata services that share it; see admin.proto."""
+
+    incarnation: int
+    address: str
+    version: str
+    ping_s: float
+    failures: int
 
 
 class Reservation(msgspec.Struct, frozen=True, array_like=True):
@@ -227,6 +250,8 @@ class PoolStatus:
         unix_time_s: The time of day there.
         tenants: By name.
         events: Where it publishes events: the stream, then replays and snapshots; empty when it does not.
+        state: Where several services share it; None where this one holds it.
+        servers: Those services.
     """
 
     incarnation: int
@@ -242,6 +267,8 @@ class PoolStatus:
     unix_time_s: float = 0.0
     tenants: tuple[TenantStatus, ...] = ()
     events: tuple[str, ...] = ()
+    state: SharedStateStatus | None = None
+    servers: tuple[ServerStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,14 @@ class StaleGrantError(UnavailableError):
     """A read grant that opens nothing any more: the client locates the blocks again; its caller sees a miss at most."""
 
 
+class StateAwayError(UnavailableError):
+    """The state that several services share cannot be asked now, or is not the one that was asked."""
+
+
+class StateFaultError(UnavailableError):
+    """A function of the shared state failed, which none should."""
+
+
 class ProtocolError(KvpoolError):
     """A peer broke the wire contract; its connection must not be used again."""
 

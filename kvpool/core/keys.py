@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from kvpool.core.errors import InvalidHashError
-from kvpool.core.limits import HASH_BYTES
+from kvpool.core.limits import HASH_BYTES, NAMESPACE_ID_BYTES
 
 HashesLike = bytes | bytearray | memoryview | Iterable[bytes]
 """A chain: packed bytes, or one 32-byte string a block."""
@@ -56,6 +56,13 @@ def count_hashes(packed: bytes, blocks_max: int) -> int:
 def split_hashes(packed: bytes) -> list[bytes]:
     """One 32-byte string a block."""
     return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
+
+
+def checked_id(namespace_id: bytes) -> bytes:
+    """``namespace_id``; raises InvalidHashError when it cannot be one."""
+    if len(namespace_id) != NAMESPACE_ID_BYTES:
+        raise InvalidHashError(f"namespace id of {len(namespace_id)} bytes; it has {NAMESPACE_ID_BYTES}")
+    return namespace_id
 
 
 def hash_at(packed: bytes, block: int) -> bytes:

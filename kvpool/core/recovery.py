@@ -58,6 +58,11 @@ class Recovery:
         self._reporting.discard(node_id)
         self._reported.discard(node_id)
 
+    def end(self) -> None:
+        """Others know that it is over."""
+        if self._ended_s is None:
+            self._ended_s = self._clock()
+
     def ends(self) -> bool:
         """Whether it ends now: once."""
         if self._ended_s is not None or not self._is_over():

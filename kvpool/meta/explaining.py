@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvpool.core.directory import Directory, Explanation, Memory, MissReason
+from kvpool.core.directory import Explanation, Memory, MissReason
 from kvpool.core.errors import UnknownNamespaceError
-from kvpool.core.members import Members, MemberState
+from kvpool.core.members import Member, MemberState
 from kvpool.core.namespace import Namespace
-from kvpool.meta.service import MetaService
+from kvpool.meta.serving import Serving
+from kvpool.meta.store.base import Store
 
 ELSEWHERE_MAX = 8
 """Other namespaces named for one block."""
@@ -60,7 +61,7 @@ class Explained:
 
 
 def find_target(
-    service: MetaService, namespace_id: bytes, wanted: Namespace | None, model: str, tenant: str | None = None
+    service: Serving, namespace_id: bytes, wanted: Namespace | None, model: str, tenant: str | None = None
 ) -> Target:
     """Where to look: by id, else by document, else by model, else everywhere; among ``tenant``'s, if it is given."""
     namespaces = [n for n in service.ask(lambda directory, _: directory.namespaces()) if _is_of(n, tenant)]
@@ -76,14 +77,14 @@ def find_target(
     return Target(tuple(n.id for n in namespaces if not model or n.model == model), tenant=tenant)
 
 
-def explain_blocks(service: MetaService, target: Target, hashes: Iterable[bytes]) -> Explained:
+def explain_blocks(service: Serving, target: Target, hashes: Iterable[bytes]) -> Explained:
     """Why each of the blocks can or cannot be matched; the service is held for one block at a time."""
     blocks = [service.ask(partial(_explain, target, block_hash)) for block_hash in hashes]
     memory, joining = service.ask(lambda directory, members: (directory.memory(), _joining(members)))
     return Explained(blocks, memory, service.clock() - service.started_s, joining)
 
 
-def _explain(target: Target, block_hash: bytes, directory: Directory, members: Members) -> BlockExplained:
+def _explain(target: Target, block_hash: bytes, directory: Store, members: Iterable[Member]) -> BlockExplained:
     best = max(
         ((n, directory.explain_block(n, block_hash)) for n in target.namespaces),
         key=lambda found: _RANKS.get(found[1].reason, _LEFT),
@@ -100,7 +101,7 @@ def _explain(target: Target, block_hash: bytes, directory: Directory, members: M
     return BlockExplained(*best)
 
 
-def _elsewhere(directory: Directory, target: Target, block_hash: bytes) -> tuple[tuple[bytes, tuple[str, ...]], ...]:
+def _elsewhere(directory: Store, target: Target, block_hash: bytes) -> tuple[tuple[bytes, tuple[str, ...]], ...]:
     found: list[tuple[bytes, tuple[str, ...]]] = []
     for namespace in directory.namespaces():
         if not _is_of(namespace, target.tenant):
@@ -118,5 +119,5 @@ def _is_of(namespace: Namespace, tenant: str | None) -> bool:
     return tenant is None or namespace.tenant == tenant
 
 
-def _joining(members: Members) -> list[str]:
+def _joining(members: Iterable[Member]) -> list[str]:
     return [member.node_id for member in members if member.state == MemberState.JOINING]

@@ -8,7 +8,7 @@ from kvpool.core.errors import ProtocolError
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import RESERVE_BLOCKS_MAX, SHARDS_MAX
 from kvpool.core.principals import Principal, anyone, require_node
-from kvpool.meta.service import MetaService
+from kvpool.meta.serving import Serving
 from kvpool.meta.using import Uses
 from kvpool.ops.audit import Audit
 from kvpool.ops.failpoints import failpoint
@@ -59,9 +59,7 @@ class MetaSession:
         uses: Where it is told who uses what; by default nowhere.
     """
 
-    def __init__(
-        self, service: MetaService, times: Mapping[str, Latency] | None = None, uses: Uses | None = None
-    ) -> None:
+    def __init__(self, service: Serving, times: Mapping[str, Latency] | None = None, uses: Uses | None = None) -> None:
         self._service = service
         self._uses = uses or Uses(service, Audit())
         self._principal = anyone("")

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
-from kvpool.core.directory import Copy, Directory, ReserveResult, Segment, Share
+from kvpool.core.directory import Copy, ReserveResult, Segment, Share
 from kvpool.core.grants import Grant, seal
 from kvpool.core.keys import select_hashes
 from kvpool.core.limits import HASH_BYTES
-from kvpool.core.members import Member, Members
+from kvpool.core.members import Member
 from kvpool.core.namespace import Namespace
 from kvpool.meta.read_granting import ReadGranting
 from kvpool.transport.wire.messages import SegmentGrant, pack
@@ -18,6 +19,19 @@ from kvpool.v1 import membership_pb2
 GRANT_BLOCKS_MAX = 256
 GRANT_BYTES = 16 << 20
 """Blocks and bytes of one grant: while a writer moves one, its node commits the one before and prepares the next."""
+
+
+class Segments(Protocol):
+    """See `Directory`."""
+
+    def segment(self, number: int) -> Segment: ...  # noqa: D102
+    def namespaces(self) -> list[Namespace]: ...  # noqa: D102
+
+
+class Nodes(Protocol):
+    """See `Members`."""
+
+    def get(self, node_id: str) -> Member | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +45,8 @@ class Granting:
         reads: Seals what a copy is read under.
     """
 
-    directory: Directory
-    members: Members
+    directory: Segments
+    members: Nodes
     incarnation: int
     reads: ReadGranting
 

@@ -4,16 +4,17 @@ import math
 from collections.abc import Iterable
 from functools import partial
 
-from kvpool.core.directory import BlockView, Directory, NamespaceUsage
-from kvpool.core.members import Members
-from kvpool.meta.service import MetaService
+from kvpool.core.directory import BlockView, NamespaceUsage
+from kvpool.core.members import Member
+from kvpool.meta.serving import Serving
+from kvpool.meta.store.base import Store
 from kvpool.v1 import admin_pb2
 
 NAMESPACES_AT_ONCE = 256
 """How many are asked for while the service is held: less than a millisecond."""
 
 
-def namespace_usage(service: MetaService) -> list[NamespaceUsage]:
+def namespace_usage(service: Serving) -> list[NamespaceUsage]:
     """What each namespace holds, oldest first."""
     found: list[NamespaceUsage] = []
     while True:
@@ -23,11 +24,13 @@ def namespace_usage(service: MetaService) -> list[NamespaceUsage]:
             return found
 
 
-def _usage(begin: int, directory: Directory, _: Members) -> list[NamespaceUsage]:
+def _usage(begin: int, directory: Store, _: Iterable[Member]) -> list[NamespaceUsage]:
     return directory.view.usage(begin, NAMESPACES_AT_ONCE)
 
 
-def find_block(namespaces: Iterable[bytes], block_hash: bytes, directory: Directory, _: Members) -> list[BlockView]:
+def find_block(
+    namespaces: Iterable[bytes], block_hash: bytes, directory: Store, _: Iterable[Member]
+) -> list[BlockView]:
     """What each of the open namespaces has of the block; a question for `MetaService.ask`."""
     view = directory.view
     found = (view.block(namespace_id, block_hash) for namespace_id in namespaces)

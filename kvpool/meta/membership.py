@@ -20,7 +20,8 @@ from kvpool.core.limits import (
 )
 from kvpool.core.members import Member, MemberSegment, Scrub
 from kvpool.core.principals import Principal, require_node
-from kvpool.meta.service import ORDERS_PER_MESSAGE, MetaService
+from kvpool.meta.service import ORDERS_PER_MESSAGE
+from kvpool.meta.serving import Serving
 from kvpool.ops.admission import Admission
 from kvpool.ops.failpoints import failpoint
 from kvpool.ops.grpc_server import code_of
@@ -49,7 +50,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServicer):
         nodes: Whose streams are let in; counts those which were not.
     """
 
-    def __init__(self, service: MetaService) -> None:
+    def __init__(self, service: Serving) -> None:
         self._service = service
         self.nodes = Admission("nodes", service.settings.nodes_max)
 
@@ -107,15 +108,14 @@ class MembershipServicer(membership_pb2_grpc.MembershipServicer):
             raise ProtocolError(f"node id of {len(hello.node_id)} characters, {len(hello.endpoints)} endpoints")
         if len(segments) > SEGMENTS_PER_NODE_MAX or any(len(s.segment_id) != SEGMENT_ID_BYTES for s in segments):
             raise ProtocolError(f"segment ids have {SEGMENT_ID_BYTES} bytes; at most {SEGMENTS_PER_NODE_MAX} a node")
-        member = self._service.join(hello.node_id, hello.incarnation, tuple(hello.endpoints), segments)
-        member.version = hello.version[:VERSION_CHARS_MAX]
-        return member
+        endpoints, version = tuple(hello.endpoints), hello.version[:VERSION_CHARS_MAX]
+        return self._service.join(hello.node_id, hello.incarnation, endpoints, segments, version)
 
 
 class _Stream:
     """What one control stream has taken in and must still send."""
 
-    def __init__(self, service: MetaService, member: Member) -> None:
+    def __init__(self, service: Serving, member: Member) -> None:
         self._service = service
         self._member = member
         self._sent = 0
@@ -126,7 +126,7 @@ class _Stream:
     def welcome(self) -> membership_pb2.ToNode:
         return membership_pb2.ToNode(
             welcome=membership_pb2.NodeWelcome(
-                incarnation=self._service.incarnation,
+                incarnation=self._service.fence,
                 session=self._member.session,
                 grant_key=self._member.key,
                 heartbeat_ms=int(self._service.settings.heartbeat_s * 1000),

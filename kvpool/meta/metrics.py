@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvpool.core.directory import DISK, SHM, Directory, DirectoryStats, LookupStats, TenantStats
-from kvpool.core.members import Members, MemberState
-from kvpool.meta.service import MetaService
+from kvpool.core.directory import DISK, SHM, DirectoryStats, LookupStats, TenantStats
+from kvpool.core.errors import StateAwayError
+from kvpool.core.members import Member, MemberState
+from kvpool.meta.serving import Serving
+from kvpool.meta.store.base import Store
 from kvpool.ops.metrics import Latency
 from kvpool.ops.metrics.declared import TIERS
 from kvpool.ops.metrics.exposition import Exposition
@@ -41,7 +44,7 @@ class MetaMetrics:
 
     def __init__(
         self,
-        service: MetaService,
+        service: Serving,
         requests: Mapping[str, Latency],
         refusals: Callable[[], dict[str, int]],
         connections: Callable[[], int],
@@ -57,12 +60,14 @@ class MetaMetrics:
 
     def fill(self, out: Exposition) -> None:
         """Add every metric of the role."""
-        recovery = self._service.status().recovery
         out.add("kvpool_ready", not self._unready())
-        out.add("kvpool_recovering", recovery.active)
-        out.add("kvpool_recovery_seconds", recovery.lasted_s)
-        out.add("kvpool_recovery_reported_nodes", recovery.reported_nodes)
-        self._service.ask(lambda directory, members: self._state(out, directory, members))
+        out.add("kvpool_state_away_total", self._service.away)
+        with suppress(StateAwayError):  # then what is known here is all there is
+            recovery = self._service.status().recovery
+            self._service.ask(lambda directory, members: self._state(out, directory, members))
+            out.add("kvpool_recovering", recovery.active)
+            out.add("kvpool_recovery_seconds", recovery.lasted_s)
+            out.add("kvpool_recovery_reported_nodes", recovery.reported_nodes)
         out.add_latencies("kvpool_meta_request_seconds", self._requests)
         out.add("kvpool_requests_in_progress", self._service.requests.inside)
         out.add("kvpool_connections", self._connections())
@@ -75,7 +80,7 @@ class MetaMetrics:
         refused = self._refusals().items()
         out.add_each("kvpool_refused_total", "what", {name.removeprefix("refused_"): n for name, n in refused})
 
-    def _state(self, out: Exposition, directory: Directory, members: Members) -> None:
+    def _state(self, out: Exposition, directory: Store, members: Iterable[Member]) -> None:
         """What must be of one moment, so that it adds up."""
         stats = directory.stats()
         self._nodes(out, directory, members)
@@ -83,7 +88,7 @@ class MetaMetrics:
         _fill_level(out, stats)
         _tenants(out, directory.tenants())
 
-    def _nodes(self, out: Exposition, directory: Directory, members: Members) -> None:
+    def _nodes(self, out: Exposition, directory: Store, members: Iterable[Member]) -> None:
         states = dict.fromkeys(MemberState, 0)
         for member in members:
             states[member.state] += 1

@@ -45,5 +45,12 @@ def people_pages(state: PageState) -> Pages:
     return pages
 
 
+def no_pages(why: str) -> Pages:
+    """In place of the page and its record: why there is none."""
+    text = f"there is no page here: {why}; see `kvpool status`, `kvpool top` and /metrics\n"
+    page = Page(HTTPStatus.NOT_IMPLEMENTED, text.encode(), "text/plain; charset=utf-8", HEADERS)
+    return {path: partial(_same, page) for path in (*_FILES, STATE_PATH)}
+
+
 def _same(page: Page) -> Page:
     return page

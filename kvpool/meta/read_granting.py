@@ -1,11 +1,21 @@
 """Read grants for clients: all nodes' for a namespace, sealed anew now and then, told to those who have older ones."""
 
 import threading
+from collections.abc import Iterator
+from typing import Protocol
 
 from kvpool.core.clock import Clock
-from kvpool.core.members import Member, Members, MemberState
+from kvpool.core.members import Member, MemberState
 from kvpool.core.read_grants import READ_GRANT_S, RENEWED_S, ReadGrant, seal_read_grant
 from kvpool.transport.wire.messages import NodeGrant, ReadGrants
+
+
+class Sessions(Protocol):
+    """See `Members`."""
+
+    version: int
+
+    def __iter__(self) -> Iterator[Member]: ...
 
 
 class ReadGranting:
@@ -16,19 +26,22 @@ class ReadGranting:
         incarnation: Of the service.
         clock: Monotonic seconds.
         lock: The service's; not held by callers, but for `grant`.
+        first_version: Random, so that no client takes another service's grants, or an earlier one's, for what it has.
 
     Attributes:
         is_on: Whether nodes ask for grants: where callers are authenticated. Without it nobody is given any.
     """
 
-    def __init__(self, members: Members, incarnation: int, clock: Clock, lock: threading.Lock) -> None:
+    def __init__(
+        self, members: Sessions, incarnation: int, clock: Clock, lock: threading.Lock, first_version: int
+    ) -> None:
         self.is_on = False
         self._members = members
         self._incarnation = incarnation
         self._clock = clock
         self._lock = lock
         self._stamp = (0, 0)
-        self._version = members.version  # random, so that no client takes a restarted service's for what it has
+        self._version = first_version
         self._latest: dict[bytes, ReadGrants] = {}
 
     def since(self, namespace_id: bytes, known_version: int) -> ReadGrants | None:

@@ -6,6 +6,7 @@ from typing import Self
 from kvpool.core.directory import DirectoryStats, ReserveResult, TenantStats
 from kvpool.core.members import MemberSegment, Scrub
 from kvpool.core.recovery import Recovery
+from kvpool.meta.shared.records import ServerRecord, StateHealth
 from kvpool.transport.wire.messages import SegmentGrant, Topology
 
 
@@ -33,6 +34,14 @@ class RecoveryStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class StateStatus:
+    """The shared state, and the services that work with it."""
+
+    health: StateHealth
+    servers: list[ServerRecord]
+
+
+@dataclass(frozen=True, slots=True)
 class MetaStatus:
     """What operators see of the whole service, at one moment."""
 
@@ -55,3 +64,5 @@ class MetaStatus:
     tenants: list[TenantStats]
     uptime_s: float
     """Since the service's start: when all the counts began."""
+    state: StateStatus | None = None
+    """None where the state is the service's own."""

@@ -3,26 +3,28 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc
 
-from kvpool.core.errors import SettingsError
+from kvpool.core.errors import SettingsError, StateAwayError
 from kvpool.core.identities import META as META_IDENTITY
 from kvpool.core.members import MemberState
 from kvpool.meta.framed import REQUESTS, MetaSession
 from kvpool.meta.membership import MembershipServicer
 from kvpool.meta.metrics import MetaMetrics
-from kvpool.meta.page import people_pages
+from kvpool.meta.page import no_pages, people_pages
 from kvpool.meta.page_state import PageState
 from kvpool.meta.service import MetaService
 from kvpool.meta.servicers import AdminServicer, DirectoryServicer
+from kvpool.meta.serving import Serving
 from kvpool.meta.using import Uses
 from kvpool.ops.addresses import at_host
 from kvpool.ops.audit import open_audit
 from kvpool.ops.authentication import open_authenticator, pages_guard, security_of
 from kvpool.ops.grpc_server import GrpcServer
-from kvpool.ops.http import HttpServer, role_pages
+from kvpool.ops.http import HttpServer, Pages, role_pages
 from kvpool.ops.logging import get_logger
 from kvpool.ops.metrics import latencies
 from kvpool.ops.metrics.declared import META
@@ -73,7 +75,7 @@ class MetaServer:
                 "tokens are for a port of their own: name both tls.tokens and meta.token_port, or neither"
             )
         self._audit = open_audit(settings.audit, authenticated=self._authenticator is not None)
-        self.service = MetaService(settings, time.monotonic, os.urandom, self._recovered)
+        self.service = _open_service(settings, self._recovered)
         self.service.reads.is_on = self._authenticator is not None
         self._tracer = open_tracer("meta", os.environ)
         self.grpc_address = ""
@@ -94,8 +96,7 @@ class MetaServer:
             self.service, times, self._refusals, lambda: self._framed.connections, self._unready, self.events
         )
         pages = role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready)
-        state = PageState(self.service, {"version": __version__, "security": self.security}, time.monotonic)
-        self._http = HttpServer(pages | people_pages(state), pages_guard(self._authenticator, settings))
+        self._http = HttpServer(pages | self._people_pages(), pages_guard(self._authenticator, settings))
         self._membership = MembershipServicer(self.service)
         self._grpc: GrpcServer | None = None
         self._stopping = threading.Event()
@@ -149,6 +150,7 @@ class MetaServer:
             if self.events is not None:
                 self.events.stop()
             raise
+        self.service.started(self.grpc_address)
         self._ticker.start()
         where = {"grpc": self.grpc_address, "framed": framed, "http": self.http_address}
         log.info("meta_started", security=self.security, **where, incarnation=self.service.incarnation)
@@ -156,6 +158,7 @@ class MetaServer:
     def stop(self) -> None:
         """Stop serving and wait for every thread."""
         self._http.stop()
+        self.service.stopping()
         self._stopping.set()
         self.service.work.set()
         if self._grpc is not None:
@@ -163,6 +166,7 @@ class MetaServer:
         self._framed.stop()
         if self._ticker.ident is not None:
             self._ticker.join()
+        self.service.close()
         if self.events is not None:
             self.events.stop()
         self._audit.close()
@@ -172,9 +176,16 @@ class MetaServer:
     def _open_events(self, tls: TlsSettings) -> "EventPublisher | None":
         if self.settings.events_port is None:
             return None
+        assert isinstance(self.service, MetaService), "others refuse the setting"
         from kvpool.meta.events import EventPublisher  # noqa: PLC0415 - ZeroMQ, which nothing else needs
 
         return EventPublisher(self.service, self.settings, tls)
+
+    def _people_pages(self) -> Pages:
+        if not isinstance(self.service, MetaService):
+            return no_pages("meta.state is set, and the page shows a directory in the service's own memory")
+        about = {"version": __version__, "security": self.security}
+        return people_pages(PageState(self.service, about, time.monotonic))
 
     def _register(self, server: grpc.Server, framed: list[str]) -> None:
         directory_pb2_grpc.add_DirectoryServicer_to_server(
@@ -215,7 +226,10 @@ class MetaServer:
         """Why clients should not come here now: they would get nothing but misses."""
         if not self._is_ready.is_set():
             return "recovering: nodes have yet to report what they hold"
-        ready = self.service.ask(lambda _, members: any(member.state == MemberState.READY for member in members))
+        try:
+            ready = self.service.ask(lambda _, members: any(member.state == MemberState.READY for member in members))
+        except StateAwayError as error:
+            return str(error)
         return "" if ready else "no node is ready"
 
     def _recovered(self) -> None:
@@ -239,3 +253,12 @@ class MetaServer:
                 self._audit.flush(due=True)
             except MemoryError:  # the next one may find some: without ticks nothing would ever expire
                 log.warning("out_of_memory", what="tick")
+
+
+def _open_service(settings: MetaSettings, on_recovered: Callable[[], None]) -> Serving:
+    """A service with a directory of its own, or one that shares it in Redis."""
+    if settings.state is None:
+        return MetaService(settings, time.monotonic, os.urandom, on_recovered)
+    from kvpool.meta.shared.service import SharedMetaService  # noqa: PLC0415 - brings a client of Redis
+
+    return SharedMetaService(settings, time.monotonic, os.urandom, on_recovered)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvpool.core.clock import Clock
 from kvpool.core.directory import CommitStatus, Directory, Inventory, Location, Match, MissReason, Order
 from kvpool.core.errors import CapacityError, InvalidHashError, UnavailableError, UsageError
-from kvpool.core.keys import hash_at
+from kvpool.core.keys import checked_id, hash_at
 from kvpool.core.limits import FRAME_BODY_BYTES_MAX, HASH_BYTES, NAMESPACE_ID_BYTES, RESERVATION_S_MAX
 from kvpool.core.members import Member, Members, MemberSegment, MemberState, Scrub
 from kvpool.core.namespace import Namespace, parse_namespace
@@ -58,6 +58,7 @@ class MetaService:
         reads: Read grants.
         requests: Who is let in to ask for something new; what ends something begun always is.
         work: Set when `tick` has something to do that should not wait.
+        away: Calls that found the state away: none, since it is here.
         mover: Copies blocks between nodes, and drains nodes.
         quotas: Limits of tenants.
     """
@@ -82,15 +83,21 @@ class MetaService:
         self._on_recovered = on_recovered
         self._members = Members(clock, random_bytes, settings.node_ttl_s)
         self._lock = threading.Lock()
-        self.reads = ReadGranting(self._members, self.incarnation, clock, self._lock)
+        self.reads = ReadGranting(self._members, self.incarnation, clock, self._lock, self._members.version)
         self._granting = Granting(self._directory, self._members, self.incarnation, self.reads)
         self.requests = Admission("look-ups and reservations", settings.requests_max, self._lock)
         self._orders_changed = threading.Condition(self._lock)
         self._topology = TopologyView(self._members)
         self._losses = Losses(self._directory, self._lock)
         self.work = self._losses.pending
+        self.away = 0
         self.mover = Mover(self._directory, self._members, self._orders_changed, settings, clock)
         self.quotas = Quotas(self._directory, self._lock, clock, self.work)
+
+    @property
+    def fence(self) -> int:
+        """What grants carry and nodes obey."""
+        return self.incarnation
 
     # Clients
 
@@ -104,7 +111,7 @@ class MetaService:
     def namespace(self, namespace_id: bytes) -> Namespace:
         """The open namespace; raises UnknownNamespaceError."""
         with self._lock:
-            return self._directory.namespace(_checked_id(namespace_id))
+            return self._directory.namespace(checked_id(namespace_id))
 
     def visible(self, namespace_id: bytes, tenant: str | None) -> bytes:
         """The id, for a caller of ``tenant`` (None: of all); in place of another's, or of none's, one that nobody has.
@@ -122,7 +129,7 @@ class MetaService:
         with self.requests:
             if self._may_come(namespace_id):
                 return Match(0, MissReason.RECOVERING)
-            return self._directory.match(_checked_id(namespace_id), hashes, first, self._lease_s(lease_s))
+            return self._directory.match(checked_id(namespace_id), hashes, first, self._lease_s(lease_s))
 
     def release(self, lease: int, tenant: str | None = None) -> bool:
         """See `Directory.release`; a caller of ``tenant`` releases leases on its blocks alone."""
@@ -136,7 +143,7 @@ class MetaService:
         with self.requests:
             if self._may_come(namespace_id):
                 return Location.nothing(MissReason.RECOVERING)
-            location = self._directory.locate(_checked_id(namespace_id), hashes, first, shard)
+            location = self._directory.locate(checked_id(namespace_id), hashes, first, shard)
         self.mover.move_tiers()
         return location
 
@@ -144,7 +151,7 @@ class MetaService:
         self, namespace_id: bytes, hashes: bytes, first: int, parent: bytes, owner: str, ttl_s: float
     ) -> Reserved:
         """See `Directory.reserve`; ``ttl_s`` of 0 asks for the default. CapacityError: the grants fit no answer."""
-        namespace_id = _checked_id(namespace_id)
+        namespace_id = checked_id(namespace_id)
         if len(parent) not in (0, HASH_BYTES):
             raise InvalidHashError(f"parent is {len(parent)} bytes; a block hash is {HASH_BYTES}")
         ttl_s = min(ttl_s or self.settings.reservation_ttl_s, RESERVATION_S_MAX)
@@ -175,7 +182,7 @@ class MetaService:
     def report_bad(self, namespace_id: bytes, block_hash: bytes, segment_id: bytes, slot: int, generation: int) -> bool:
         """See `Directory.report_bad`; False for a segment that is not open any more."""
         with self._lock:
-            dropped = self._directory.report_bad(segment_id, _checked_id(namespace_id), block_hash, slot, generation)
+            dropped = self._directory.report_bad(segment_id, checked_id(namespace_id), block_hash, slot, generation)
             self._orders_changed.notify_all()
         if dropped:
             log.warning("bad_block_reported", block=block_hash.hex()[:8], segment=segment_id.hex()[:8], slot=slot)
@@ -189,9 +196,14 @@ class MetaService:
     # Nodes
 
     def join(
-        self, node_id: str, incarnation: int, endpoints: tuple[str, ...], segments: tuple[MemberSegment, ...]
+        self,
+        node_id: str,
+        incarnation: int,
+        endpoints: tuple[str, ...],
+        segments: tuple[MemberSegment, ...],
+        version: str = "",
     ) -> Member:
-        """A node dials in: what was known of it goes, and its inventory follows.
+        """A node dials in, of software ``version``: what was known of it goes, and its inventory follows.
 
         Raises:
             UsageError: A segment that is another node's, or without capacity.
@@ -204,6 +216,7 @@ class MetaService:
                 self._losses.begin(previous)
                 self.mover.left(previous)
             member = self._members.join(node_id, incarnation, endpoints, segments)
+            member.version = version
             try:
                 for segment in member.segments:
                     where = (segment.segment_id, node_id, segment.capacity_bytes, segment.medium)
@@ -353,7 +366,7 @@ class MetaService:
             member = self._members.of_session(session)
             if member is None or all(s.segment_id != segment_id for s in member.segments):
                 return 0
-            namespace_id = _checked_id(namespace_id)
+            namespace_id = checked_id(namespace_id)
             return sum(self._directory.gone(segment_id, namespace_id, *slot, bad=bad) for slot in slots)
 
     # Operators and housekeeping
@@ -372,17 +385,17 @@ class MetaService:
     def explain(self, namespace_id: bytes, block_hash: bytes) -> MissReason | None:
         """See `Directory.explain`."""
         with self._lock:
-            return self._directory.explain(_checked_id(namespace_id), block_hash)
+            return self._directory.explain(checked_id(namespace_id), block_hash)
 
     def pin(self, namespace_id: bytes, block_hash: bytes, ttl_s: float | None) -> bool:
         """See `Directory.pin`; raises QuotaError."""
         with self._lock:
-            return self._directory.pin(_checked_id(namespace_id), block_hash, ttl_s)
+            return self._directory.pin(checked_id(namespace_id), block_hash, ttl_s)
 
     def unpin(self, namespace_id: bytes, block_hash: bytes) -> bool:
         """See `Directory.unpin`."""
         with self._lock:
-            return self._directory.unpin(_checked_id(namespace_id), block_hash)
+            return self._directory.unpin(checked_id(namespace_id), block_hash)
 
     def status(self) -> MetaStatus:
         """What operators see, now."""
@@ -427,6 +440,15 @@ class MetaService:
                 self._members.heard(member)
         log.warning("service_was_paused")
 
+    def started(self, address: str) -> None:
+        """See `Serving.started`."""
+
+    def stopping(self) -> None:
+        """See `Serving.stopping`."""
+
+    def close(self) -> None:
+        """See `Serving.close`."""
+
     def check_integrity(self) -> None:
         """Assert the directory's invariants; for tests."""
         with self._lock:
@@ -434,7 +456,7 @@ class MetaService:
 
     def _may_come(self, namespace_id: bytes) -> bool:
         """Whether the namespace is one that a node which has yet to report may have blocks of."""
-        return self._recovery.active and not self._directory.knows(_checked_id(namespace_id))
+        return self._recovery.active and not self._directory.knows(checked_id(namespace_id))
 
     def _end_recovery(self) -> None:
         with self._lock:
@@ -452,9 +474,3 @@ class MetaService:
 
     def _lease_s(self, lease_s: float) -> float:
         return min(lease_s, self.settings.lease_max_s)
-
-
-def _checked_id(namespace_id: bytes) -> bytes:
-    if len(namespace_id) != NAMESPACE_ID_BYTES:
-        raise InvalidHashError(f"namespace id of {len(namespace_id)} bytes; it has {NAMESPACE_ID_BYTES}")
-    return namespace_id

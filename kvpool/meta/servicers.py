@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import grpc
+import msgspec
 
 from kvpool.core.access import require_tenant
 from kvpool.core.directory import NamespaceUsage
@@ -18,7 +19,7 @@ from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
 from kvpool.meta.looking import block_message, find_block, namespace_usage
 from kvpool.meta.moving import DrainProgress
 from kvpool.meta.quotas import limits_named, tenant_message
-from kvpool.meta.service import MetaService
+from kvpool.meta.serving import Serving
 from kvpool.meta.using import Uses
 from kvpool.ops.audit import Audit, shown_block
 from kvpool.ops.identity import principal_of
@@ -36,7 +37,7 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
         audit: Where it is told who opens and uses what.
     """
 
-    def __init__(self, service: MetaService, framed: list[str], version: str, audit: Audit | None = None) -> None:
+    def __init__(self, service: Serving, framed: list[str], version: str, audit: Audit | None = None) -> None:
         self._service = service
         self._audit = audit or Audit()
         self._uses = Uses(service, self._audit)
@@ -172,7 +173,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
     def __init__(
         self,
-        service: MetaService,
+        service: Serving,
         version: str,
         refusals: Callable[[], dict[str, int]],
         security: str = "",
@@ -204,6 +205,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             ],
             # Counts are of all tenants' blocks and calls together: what moves them says what others do.
             counters=dataclasses.asdict(status.stats) | self._refusals() if tenant is None else {},
+            state=None if status.state is None else admin_pb2.SharedState(**dataclasses.asdict(status.state.health)),
+            servers=[
+                admin_pb2.Server(**msgspec.structs.asdict(server))
+                for server in (status.state.servers if status.state is not None else ())
+            ],
             recovery=admin_pb2.Recovery(
                 active=status.recovery.active,
                 nodes_reported=status.recovery.reported_nodes,
@@ -289,7 +295,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return tenant_message(changed)
 
 
-def _visible(service: MetaService, namespace_id: bytes, context: grpc.ServicerContext) -> bytes:
+def _visible(service: Serving, namespace_id: bytes, context: grpc.ServicerContext) -> bytes:
     """See `MetaService.visible`."""
     return service.visible(namespace_id, principal_of(context).tenant)
 
@@ -338,7 +344,7 @@ def _explanation(block: BlockExplained) -> admin_pb2.BlockExplanation:
     )
 
 
-def topology_message(service: MetaService) -> common_pb2.Topology:
+def topology_message(service: Serving) -> common_pb2.Topology:
     """The nodes with their use, as gRPC tells it."""
     status = service.status()
     topology: Topology = status.topology

@@ -3,7 +3,7 @@
 from kvpool.core.directory import Want
 from kvpool.core.errors import UnknownNamespaceError
 from kvpool.core.principals import Principal
-from kvpool.meta.service import MetaService
+from kvpool.meta.serving import Serving
 from kvpool.ops.audit import Audit
 
 
@@ -15,7 +15,7 @@ class Uses:
         audit: Is told.
     """
 
-    def __init__(self, service: MetaService, audit: Audit) -> None:
+    def __init__(self, service: Serving, audit: Audit) -> None:
         self._service = service
         self._audit = audit
         self._block_bytes: dict[bytes, int] = {}

@@ -67,9 +67,8 @@ class MetaLink:
             answer = self._directory().GetPool(directory_pb2.GetPoolRequest(), timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
             raise raised_by(error) from error
-        pool = first_reachable(
-            answer.framed, self._principal, session.meta_incarnation, Deadline(CALL_TIMEOUT_S), self._peer
-        )
+        # The service that answered: of several that serve a pool it need not be the one that gave the session.
+        pool = first_reachable(answer.framed, self._principal, answer.incarnation, Deadline(CALL_TIMEOUT_S), self._peer)
         with self._lock:
             old, self._pool, self._session = self._pool, pool, session
         if old is not None:

@@ -150,7 +150,7 @@ class NodeServer:
             segment, make_store = shm, partial(NodeStore, shm)
         undo.callback(segment.close)
         undo.callback(headers.close)
-        link = MetaLink(settings.meta.removeprefix("grpc://"), settings.node_id, self._credentials)
+        link = MetaLink(settings.meta.replace("grpc://", ""), settings.node_id, self._credentials)
         undo.callback(link.close)
         self._link = link
         slots = restore_slots(headers, segment.size_bytes // PAGE_BYTES, settings.quarantine_s)

@@ -6,7 +6,7 @@ import threading
 
 import grpc
 
-from kvpool.core.errors import AuthenticationError, KvpoolError, UnavailableError
+from kvpool.core.errors import AuthenticationError, DeadlineError, KvpoolError, StateAwayError, UnavailableError
 from kvpool.ops.addresses import split_address
 from kvpool.ops.credentials import TlsPeer
 from kvpool.ops.grpc_server import CHANNEL_OPTIONS, raised_by
@@ -24,14 +24,17 @@ class Channels:
     """The channel to one server, made anew when this process's credentials have changed. Thread-safe.
 
     Calls under way end on the channel that they began on; a channel is closed when the second one after it is made.
+    Of several servers the next one is taken when one cannot be reached.
 
     Args:
-        address: ``host:port``.
+        address: ``host:port``; several with commas between, each as good as the others.
         peer: Who must answer there; None: plaintext, to anybody.
     """
 
     def __init__(self, address: str, peer: TlsPeer | None) -> None:
-        self._address = address
+        self._addresses = address.split(",")
+        self._at = 0
+        self._used = threading.local()
         self._peer = peer
         self._lock = threading.Lock()
         self._loaded = peer.credentials.current() if peer else None
@@ -41,10 +44,21 @@ class Channels:
         """The channel for a call made now."""
         if self._peer is not None and self._peer.credentials.current() is not self._loaded:
             self._renew(self._peer)
+        self._used.at = self._at
         return self._channels[-1]
+
+    @property
+    def servers(self) -> int:
+        """How many there are."""
+        return len(self._addresses)
+
+    @property
+    def _address(self) -> str:
+        return self._addresses[self._at]
 
     def open(self) -> grpc.Channel:
         """A channel of the caller's own."""
+        self._used.at = self._at
         if self._peer is None:
             return grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
         credentials = channel_credentials(self._peer.credentials.current())
@@ -57,10 +71,12 @@ class Channels:
         Of a server that hangs up during the handshake gRPC says no more than that. Nothing else is worth a look: of a
         host that does not answer, or a name that nobody knows, it would only be slower to hear.
         """
-        raised = raised_by(error)
+        raised, address = raised_by(error), self._address
+        if type(raised) is UnavailableError or isinstance(raised, DeadlineError | StateAwayError):
+            self._move()
         if type(raised) is not UnavailableError or not _hung_up(str(raised)) or timeout_s <= 0:
             return raised
-        reason = why_refused(self._address, self._peer, min(timeout_s, LOOK_S))
+        reason = why_refused(address, self._peer, min(timeout_s, LOOK_S))
         return AuthenticationError(reason) if reason else raised
 
     def close(self) -> None:
@@ -69,15 +85,27 @@ class Channels:
             for channel in self._channels:
                 channel.close()
 
+    def _move(self) -> None:
+        """Take the next server, unless another thread has left the one that this one's call failed on."""
+        if len(self._addresses) == 1:
+            return
+        with self._lock:
+            if getattr(self._used, "at", self._at) == self._at:
+                self._at = (self._at + 1) % len(self._addresses)
+                self._replace()
+
     def _renew(self, peer: TlsPeer) -> None:
         with self._lock:
             loaded = peer.credentials.current()
             if loaded is self._loaded:
                 return
             self._loaded = loaded
-            self._channels.append(self.open())
-            if len(self._channels) > 2:
-                self._channels.pop(0).close()
+            self._replace()
+
+    def _replace(self) -> None:
+        self._channels.append(self.open())
+        if len(self._channels) > 2:
+            self._channels.pop(0).close()
 
 
 def _hung_up(details: str) -> bool:

@@ -13,6 +13,7 @@ from kvpool.core.units import parse_duration, parse_size
 SOCKET_PATH_BYTES_MAX = 107
 """``sun_path`` of Linux less its final zero."""
 
+_STATE_SCHEMES = ("redis://", "rediss://", "redis+sentinel://", "redis+cluster://")
 _POOL_URI = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -35,9 +36,18 @@ def _no_or_whole_pages(size_bytes: int) -> int:
 
 
 def _pool_uri(text: str) -> str:
-    match = _POOL_URI.fullmatch(text)
-    if match is None or not 1 <= int(match[1]) <= 65_535:
-        raise ValueError("must be grpc://HOST:PORT; write e.g. grpc://127.0.0.1:7300")
+    for uri in text.split(","):
+        match = _POOL_URI.fullmatch(uri)
+        if match is None or not 1 <= int(match[1]) <= 65_535:
+            raise ValueError("must be grpc://HOST:PORT; write e.g. grpc://127.0.0.1:7300, several with commas between")
+    return text
+
+
+def _state_url(text: str) -> str:
+    if not text.startswith(_STATE_SCHEMES):
+        raise ValueError("must be redis://HOST:PORT, redis+sentinel://HOST:PORT/NAME or redis+cluster://HOST:PORT")
+    if ":" in text.partition("://")[2].rpartition("@")[0]:
+        raise ValueError("must hold no password, which others could read; write it to a file: state_password_file")
     return text
 
 
@@ -95,6 +105,7 @@ Scheme = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*$")]
 Schemes = Annotated[tuple[Scheme, ...], Field(min_length=1), BeforeValidator(_words)]
 HugePages = Annotated[Literal["auto", "off", "require"], BeforeValidator(_off)]
 PoolUri = Annotated[str, AfterValidator(_pool_uri)]
+StateUrl = Annotated[str, AfterValidator(_state_url)]
 NodeId = Annotated[str, AfterValidator(_node_id)]
 AuditTo = Annotated[str, BeforeValidator(_on_or_off), AfterValidator(_audit)]
 Mapping = Annotated[str, BeforeValidator(_off), AfterValidator(_mapping)]

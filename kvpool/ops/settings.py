@@ -41,6 +41,7 @@ from kvpool.ops.setting_kinds import (
     Size,
     SizeOrNone,
     SocketPath,
+    StateUrl,
     usual_socket,
 )
 from kvpool.ops.tenant_settings import AnyTenant, TenantsByName, TenantSettings
@@ -186,6 +187,15 @@ class MetaSettings(ServerSettings):
 
     reflection: bool = False
     """Serve gRPC reflection."""
+
+    state: StateUrl | None = None
+    """Redis or Valkey that holds the pool's state, for several services to share; by default the service holds it."""
+
+    state_password_file: Path | None = None
+    """File that holds Redis's password; the user stands in the URL, as in redis://USER@HOST:PORT."""
+
+    state_timeout_s: Duration = 1.0
+    """Time that Redis gets to answer a call."""
 
     policy: Literal["default", "lru"] = "lru"
     """Eviction policy: lru evicts the oldest leaf, default the one that is least likely to be used again soon."""

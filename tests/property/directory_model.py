@@ -27,7 +27,7 @@ from kvpool.core.limits import PAGE_BYTES
 from kvpool.core.namespace import Namespace
 from kvpool.testing import ManualClock
 
-from .inspect_directory import BlockView, Evictions, Key, Views, inspect
+from .inspect_directory import BlockView, Evictions, Key, Views, inspect, open_copies
 from .tenants_watch import TenantsWatch
 
 NAMESPACES = {"small": make_namespace(), "sharded": make_namespace(pages=2, shards=2)}
@@ -93,7 +93,7 @@ class DirectoryModel:
         self.config = DirectoryConfig(
             policy=policy, age_slack=age_slack, lease_cap=0.3, pressure=0.8, replica_budget=1.0, demote_fill=0.2
         )
-        self.directory = Directory(self.clock, self.config)
+        self.directory = self.open_directory()
         self.watched: Callable[[Namespace], AbstractContextManager[None]] = lambda _: nullcontext()
         if self.has_tenants:
             self.watched = TenantsWatch(self.directory, self._may_go).writing
@@ -111,6 +111,17 @@ class DirectoryModel:
         for segment in self.segments:
             self.join(segment)
 
+    def open_directory(self) -> Directory:
+        return Directory(self.clock, self.config)
+
+    def views(self) -> Views:
+        """All entries, for the oracles that look at the order of eviction."""
+        return inspect(self.directory)
+
+    def open_copies(self) -> list[Copy]:
+        """Copies that nodes were told to fetch and have not committed."""
+        return open_copies(self.directory)
+
     def now_us(self) -> int:
         return microseconds(self.clock())
 
@@ -118,12 +129,12 @@ class DirectoryModel:
 
     def reserve(self, namespace: Namespace, hashes: list[bytes], cut: int, first: int, ttl_s: float) -> Write | None:
         """Reserve blocks ``first``… of a chain, given from block ``cut`` on; None when nothing was wanted."""
-        before, evicted_blocks = inspect(self.directory), self.directory.stats().evicted_blocks
+        before, evicted_blocks = self.views(), self.directory.stats().evicted_blocks
         parent = hashes[cut - 1] if cut else b""
         with self.watched(namespace):
             result = self.directory.reserve(namespace.id, b"".join(hashes[cut:]), first - cut, parent, ttl_s=ttl_s)
         self.expire()
-        after = inspect(self.directory)
+        after = self.views()
         if result.missing_from is not None:
             present = [(namespace.id, h) in after for h in hashes[:first]]
             expected = -1 if cut and not present[cut - 1] else present.index(False, cut) - cut
@@ -152,13 +163,13 @@ class DirectoryModel:
 
     def abort(self, write: Write, hashes: list[bytes], *, crowded: bool) -> None:
         """Give ``hashes`` (none: all) back; ``crowded`` evicts leaves that nobody holds."""
-        before = inspect(self.directory)
+        before = self.views()
         expected = write.in_flight & set(hashes) if hashes else write.in_flight
         assert self.directory.abort(write.number, hashes or None, crowded=crowded) == len(expected)
         for block_hash in expected:
             write.drop(block_hash)
             del before[write.namespace.id, block_hash]
-        evictions = Evictions(before, inspect(self.directory), set(), None, self._may_go, self._tenant_of)
+        evictions = Evictions(before, self.views(), set(), None, self._may_go, self._tenant_of)
         assert crowded or not evictions.evicted
         assert not evictions.evicted & self._protected(before)
         evictions.check_leaves_went_first()
@@ -219,7 +230,7 @@ class DirectoryModel:
         if refused < len(hashes):  # by a policy that learns perhaps since others are worth more
             spared = (namespace.id, PARENTS[hashes[refused]])
             if self.config.policy == "lru":
-                self._check_nothing_could_go(namespace, spared, after)
+                self.nothing_could_go(namespace, spared, after)
         asked = {(namespace.id, h) for h in hashes[first:]}
         rewritten = {key for key in asked if key in before and before[key].is_partial}
         evictions = Evictions(before, after, rewritten, spared, self._may_go, self._tenant_of)
@@ -230,11 +241,15 @@ class DirectoryModel:
             if not self.has_tenants:  # those of who gives go first, not all there are
                 evictions.check_copies_went_first(self.surplus_blocks())
             if self.config.policy == "lru":
-                evictions.check_oldest_went_first(self.now_us(), self.config.age_slack)
+                self.check_order(evictions)
         for key in rewritten | evictions.evicted:
             self.pins.pop(key, None)
 
-    def _check_nothing_could_go(self, namespace: Namespace, spared: Key, after: Views) -> None:
+    def check_order(self, evictions: Evictions) -> None:
+        """Nothing went that was hotter than what stayed."""
+        evictions.check_oldest_went_first(self.now_us(), self.config.age_slack)
+
+    def nothing_could_go(self, namespace: Namespace, spared: Key, after: Views) -> None:
         could_go = {key for key, block in after.items() if self._may_go(block)}
         assert {key for key in could_go if self._tenant_of(key) == namespace.tenant} <= {spared}
         assert self.has_tenants or not self.surplus_blocks()
@@ -278,13 +293,13 @@ class DirectoryModel:
 
     def pin(self, key: Key, ttl_s: float | None) -> None:
         """An operator pins a block, if it is there."""
-        assert self.directory.pin(*key, ttl_s) == (key in inspect(self.directory))
+        assert self.directory.pin(*key, ttl_s) == (key in self.views())
         self.pins[key] = FOREVER_US if ttl_s is None else self.now_us() + microseconds(ttl_s)
         self.forget_pins()
 
     def forget_pins(self) -> None:
         """A pin goes with its block."""
-        present = inspect(self.directory)
+        present = self.views()
         self.pins = {key: until_us for key, until_us in self.pins.items() if key in present}
 
     # Nodes
@@ -298,7 +313,7 @@ class DirectoryModel:
 
     def announce(self, segment: FakeSegment, namespace: Namespace, slots: list[HeldSlot]) -> None:
         """The segment's node announces ``slots`` and frees what is not wanted."""
-        before, ordered = inspect(self.directory), self.ordered(segment)
+        before, ordered = self.views(), self.ordered(segment)
         free_bytes = self.directory.segment(segment.number).free_bytes
         wanted = self.directory.announce(segment.segment_id, namespace.id, Inventory.of([s.announced for s in slots]))
         copies: set[tuple[bytes, int]] = set()

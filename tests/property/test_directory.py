@@ -36,13 +36,19 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = DirectoryModel(
-            self.age_slack, with_disks=self.with_disks, policy=self.policy, namespaces=self.namespaces
-        )
+        self.pool = self.make_pool()
         self.directory = self.pool.directory
-        self.directory.following.begin(lambda: None)
+        self.follow()
         self.followed: dict[bytes, set[bytes]] = {namespace.id: set() for namespace in NAMESPACES.values()}
         self.applied = {"node-0": 0, "node-1": 0}
+
+    def make_pool(self) -> DirectoryModel:
+        return DirectoryModel(
+            self.age_slack, with_disks=self.with_disks, policy=self.policy, namespaces=self.namespaces
+        )
+
+    def follow(self) -> None:
+        self.directory.following.begin(lambda: None)
 
     @initialize(work=st.lists(chains, min_size=2, max_size=6))
     def work(self, work: list[Tokens]) -> None:
@@ -311,7 +317,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             for _, _, number in write.pending:
                 promised[number] += slot_bytes(write.namespace)
                 of_tenants[write.namespace.tenant, False] += slot_bytes(write.namespace)
-        for copy in open_copies(self.directory):
+        for copy in self.pool.open_copies():
             namespace = self.directory.namespaces()[copy.namespace]
             promised[copy.destination.number] += len(copy.rows) * slot_bytes(namespace)
             of_tenants[namespace.tenant, copy.destination.is_disk] += len(copy.rows) * slot_bytes(namespace)

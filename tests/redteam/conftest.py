@@ -4,6 +4,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import pytest
+from redis_servers import RedisServer
 
 import kvpool
 from kvpool.core.identities import META, client_identity, node_identity
@@ -54,13 +55,20 @@ def _identity(server):
     return META if server == "meta" else node_identity(server)
 
 
-@pytest.fixture(scope="package")
-def shared(tmp_path_factory):
+@pytest.fixture(scope="package", params=["memory", "redis"])
+def shared(request, tmp_path_factory):
+    """What holds whichever place the state has."""
     pki = Pki(tmp_path_factory.mktemp("pki"))
     pki.issue("rival", client_identity("rival", "engine"))
     with ExitStack() as stack:
         pool = Pool(tmp_path_factory.mktemp("shared"), stack)
         every = {"tls-dir": pki.folder, "http-listen": "0.0.0.0"}
-        pool.start_meta(**{"expected-nodes": 1, "audit": pool.directory / "meta.audit", **every})
+        if request.param == "redis":
+            redis = RedisServer(tmp_path_factory.mktemp("redis"))
+            stack.callback(redis.kill)
+            every_meta = {"state": redis.url}
+        else:
+            every_meta = {}
+        pool.start_meta(**{"expected-nodes": 1, "audit": pool.directory / "meta.audit", **every, **every_meta})
         pool.start_node("n0", **{"mapping": "tenant:acme", "audit": pool.directory / "n0.audit", **every})
         yield Shared(pool, pki)

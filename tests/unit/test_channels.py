@@ -1,5 +1,7 @@
 """When a failed call is worth a second look at the server that it failed on."""
 
+import threading
+
 import grpc
 import pytest
 
@@ -65,3 +67,45 @@ def test_nothing_else_is_looked_at(channel, looked, details):
     """A name that nobody knows would take seconds more to be not known again."""
     assert type(channel.failure(Failed(details), 5)) is UnavailableError
     assert looked == []
+
+
+@pytest.fixture
+def three():
+    opened = Channels("127.0.0.1:1,127.0.0.1:2,127.0.0.1:3", None)
+    yield opened
+    opened.close()
+
+
+def test_of_several_servers_the_next_one_is_taken(three):
+    first = three.current()
+    assert three.servers == 3
+    taken = []
+    for _ in range(4):
+        taken.append(three._address)
+        three.current()
+        three.failure(Failed("nobody there"), 0.0)
+    assert taken == ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:1"]
+    assert three.current() is not first
+
+
+def test_calls_that_fail_on_the_same_server_leave_it_once(three):
+    together = threading.Barrier(8)
+
+    def fail():
+        three.current()
+        together.wait()
+        three.failure(Failed("nobody there"), 0.0)
+
+    threads = [threading.Thread(target=fail) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert three._address == "127.0.0.1:2"
+
+
+def test_what_a_server_answers_is_no_reason_to_leave_it(three):
+    three.current()
+    three.failure(Failed("too much to do", grpc.StatusCode.RESOURCE_EXHAUSTED), 0.0)
+    three.failure(Failed("who are you", grpc.StatusCode.UNAUTHENTICATED), 0.0)
+    assert three._address == "127.0.0.1:1"

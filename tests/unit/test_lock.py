@@ -25,7 +25,7 @@ def wanted_by(extra):
 
 
 WANTED = {
-    "runtime": PROJECT["project"]["dependencies"],
+    "runtime": [*PROJECT["project"]["dependencies"], *EXTRAS["redis"]],  # which the image has
     "dev": [*PROJECT["project"]["dependencies"], *wanted_by("dev"), *EXTRAS["ucx"], *GROUPS["build"], *GROUPS["helm"]],
     "tools": GROUPS["tools"],
 }

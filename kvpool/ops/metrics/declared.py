@@ -76,6 +76,7 @@ _UP = (
     Metric("kvpool_ready", Kind.GAUGE, Question.UP, "Whether /readyz says yes: 1 or 0.", SERVERS),
     _gauge(Question.UP, META, "kvpool_nodes", "Nodes by state: joining, ready, draining, lost.", "state"),
     _gauge(Question.UP, META, "kvpool_node_silence_seconds", "Time since a node was last heard of.", "node"),
+    _counter(Question.UP, META, "kvpool_state_away_total", "Calls that found the state in Redis away: misses."),
     _gauge(Question.UP, META, "kvpool_recovering", "1 while nodes have yet to report after a start, else 0."),
     _gauge(Question.UP, META, "kvpool_recovery_seconds", "How long the recovery after the start took, or takes."),
     _gauge(Question.UP, META, "kvpool_recovery_reported_nodes", "Nodes here whose inventories are complete."),
