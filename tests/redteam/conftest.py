@@ -57,18 +57,17 @@ def _identity(server):
 
 @pytest.fixture(scope="package", params=["memory", "redis"])
 def shared(request, tmp_path_factory):
-    """What holds whichever place the state has."""
+    """What is asked of it holds wherever its state is."""
     pki = Pki(tmp_path_factory.mktemp("pki"))
     pki.issue("rival", client_identity("rival", "engine"))
     with ExitStack() as stack:
         pool = Pool(tmp_path_factory.mktemp("shared"), stack)
         every = {"tls-dir": pki.folder, "http-listen": "0.0.0.0"}
+        state = {}
         if request.param == "redis":
             redis = RedisServer(tmp_path_factory.mktemp("redis"))
             stack.callback(redis.kill)
-            every_meta = {"state": redis.url}
-        else:
-            every_meta = {}
-        pool.start_meta(**{"expected-nodes": 1, "audit": pool.directory / "meta.audit", **every, **every_meta})
+            state = {"state": redis.url}
+        pool.start_meta(**{"expected-nodes": 1, "audit": pool.directory / "meta.audit", **every, **state})
         pool.start_node("n0", **{"mapping": "tenant:acme", "audit": pool.directory / "n0.audit", **every})
         yield Shared(pool, pki)
