@@ -39,7 +39,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.pool = self.make_pool()
         self.directory = self.pool.directory
         self.follow()
-        self.followed: dict[bytes, set[bytes]] = {namespace.id: set() for namespace in NAMESPACES.values()}
+        self.followed: dict[bytes, set[bytes]] = {namespace_id: set() for namespace_id in self.pool.namespaces}
         self.applied = {"node-0": 0, "node-1": 0}
 
     def make_pool(self) -> DirectoryModel:
@@ -297,7 +297,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert (block_hash in seen) == (parent is None)
             assert not parent or parent in seen
             seen.symmetric_difference_update({block_hash})
-        for namespace in NAMESPACES.values():
+        for namespace in self.pool.namespaces.values():
             assert self.followed[namespace.id] == self.pool.visible(namespace)
         first: int | None = 0
         found: list[tuple[bytes, bytes, bytes | None]] = []
