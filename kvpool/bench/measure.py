@@ -19,7 +19,8 @@ import numpy as np
 
 from kvpool.bench.process import RoleProcess
 from kvpool.core.errors import UnavailableError, UsageError
-from kvpool.core.identities import META, client_identity, node_identity
+from kvpool.core.identities import META, client_identity, node_identity, operator_identity
+from kvpool.core.principals import Role
 from kvpool.ops.issuing import Authority
 from kvpool.ops.settings import TlsSettings
 from kvpool.ops.sources import load_settings
@@ -47,6 +48,7 @@ class PoolProcesses:
         unix: ``unix://`` address of the same.
         pids: Its processes.
         tls: What its clients need, if it has TLS.
+        observer_tls: What an observer needs, who is shown the counts of all tenants.
     """
 
     uri: str
@@ -54,6 +56,7 @@ class PoolProcesses:
     unix: str
     pids: tuple[int, ...]
     tls: TlsSettings | None = None
+    observer_tls: TlsSettings | None = None
 
 
 @contextlib.contextmanager
@@ -111,7 +114,7 @@ def pool_processes(
             node.ready()
             pids.append(node.pid)
         where = (ready["uri"], ready["framed"], f"unix://{ready.get('unix', '')}")
-        yield PoolProcesses(*where, tuple(pids), None if certificates is None else TlsSettings(dir=certificates))
+        yield PoolProcesses(*where, tuple(pids), *(_tls_of(certificates) if certificates is not None else ()))
 
 
 @contextlib.contextmanager
@@ -254,9 +257,16 @@ def _certificates(folder: Path, nodes: int) -> Path:
     authority = Authority(folder, days=1)
     authority.issue("meta", META, renew=False)
     authority.issue("client", client_identity("default", "bench"), renew=False)
+    authority.issue("observer", operator_identity(Role.OBSERVER, "bench"), renew=False)
     for i in range(nodes):
         authority.issue(f"node-bench-{i}", node_identity(f"bench-{i}"), renew=False)
     return folder
+
+
+def _tls_of(folder: Path) -> tuple[TlsSettings, TlsSettings]:
+    """A client's, and an observer's."""
+    observer = TlsSettings(ca=folder / "ca.pem", cert=folder / "observer.pem", key=folder / "observer-key.pem")
+    return TlsSettings(dir=folder), observer
 
 
 def _flags(options: dict[str, Any]) -> dict[str, object]:

@@ -48,7 +48,7 @@ def doctor(settings: Settings, output: Format, *, strict: Strict = False) -> Non
 
 
 def _examine(settings: Settings) -> list[Finding]:
-    pool_host = split_address(settings.client.pool.removeprefix("grpc://"))[0]
+    pool_host = split_address(settings.client.pool.removeprefix("grpc://").partition(",")[0])[0]
     certificates = list(tls.check_tls(settings, pool_host))
     answer = _ask(settings)
     pool_is_here = answer.status is not None and is_loopback(pool_host)

@@ -118,6 +118,8 @@ def _events(pool_status: "PoolStatus") -> list[str]:
     if not pool_status.events:
         return []
     counts = pool_status.counters
+    if not counts:  # a tenant's client is shown none
+        return [f"events at {pool_status.events[0]}"]
     told = f"{counts['events_subscribers']} subscribers, {counts['events_messages']:,} messages"
     untold = f"{counts['events_dropped']:,} drops, {counts['events_lost']:,} lost"
     return [f"events at {pool_status.events[0]}: {told}, {untold}"]

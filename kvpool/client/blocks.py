@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvpool.client.client import Client
+from kvpool.client.explaining import owned
 from kvpool.core.namespace import Namespace
 from kvpool.v1 import admin_pb2
 
@@ -67,7 +68,7 @@ def find_block(client: Client, block_hash: bytes, where: Namespace | bytes | str
         UnknownNamespaceError: No namespace with this id is open.
         UnavailableError: The service cannot be reached.
     """
-    answer = client._meta.block(_request(block_hash, where), client._deadline(None))
+    answer = client._meta.block(_request(block_hash, owned(client, where)), client._deadline(None))
     return tuple(map(_block, answer.blocks))
 
 

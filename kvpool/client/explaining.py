@@ -81,13 +81,14 @@ def explain(client: Client, hashes: HashesLike, where: Namespace | bytes | str |
     blocks: list[BlockExplanation] = []
     for start in range(0, len(packed), PAGE_BYTES):
         page = packed[start : start + PAGE_BYTES]
-        answer = client._meta.explain(_request(page, _owned(client, where)), client._deadline(None))
+        answer = client._meta.explain(_request(page, owned(client, where)), client._deadline(None))
         blocks += [_block(hash_at(page, i), block) for i, block in enumerate(answer.blocks)]
     forgets = answer.memory_full and answer.HasField("memory_s")
     return Explained(tuple(blocks), answer.memory_s if forgets else None, answer.uptime_s, tuple(answer.joining))
 
 
-def _owned(client: Client, where: Namespace | bytes | str | None) -> Namespace | bytes | str | None:
+def owned(client: Client, where: Namespace | bytes | str | None) -> Namespace | bytes | str | None:
+    """The same place, a namespace's tenant filled in with the client's own."""
     return client._meta.owned(where) if isinstance(where, Namespace) else where
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.core.directory import FetchBlocks, FreeSlot, Inventory, Order
-from kvpool.core.errors import KvpoolError, ProtocolError, UnavailableError
+from kvpool.core.errors import ForbiddenError, KvpoolError, ProtocolError, UnavailableError
 from kvpool.core.keys import count_hashes, split_hashes
 from kvpool.core.limits import (
     ANNOUNCE_BLOCKS_MAX,
@@ -23,6 +23,7 @@ from kvpool.core.principals import Principal, require_node
 from kvpool.meta.service import ORDERS_PER_MESSAGE
 from kvpool.meta.serving import Serving
 from kvpool.ops.admission import Admission
+from kvpool.ops.audit import Audit
 from kvpool.ops.failpoints import failpoint
 from kvpool.ops.grpc_server import code_of
 from kvpool.ops.identity import principal_of
@@ -46,12 +47,19 @@ log = get_logger(__name__)
 class MembershipServicer(membership_pb2_grpc.MembershipServicer):
     """`kvpool.v1.Membership`.
 
+    Args:
+        service: What answers.
+        audit: Where refusals are told.
+
     Attributes:
         nodes: Whose streams are let in; counts those which were not.
+        refused_callers: Calls for a node that the caller was not.
     """
 
-    def __init__(self, service: Serving) -> None:
+    def __init__(self, service: Serving, audit: Audit | None = None) -> None:
         self._service = service
+        self._audit = audit or Audit()
+        self.refused_callers = 0
         self.nodes = Admission("nodes", service.settings.nodes_max)
 
     def Control(
@@ -62,7 +70,14 @@ class MembershipServicer(membership_pb2_grpc.MembershipServicer):
             with self.nodes:
                 yield from self._serve(request_iterator, context)
         except KvpoolError as error:
+            self._note_forbidden(error, "Control", context)
             context.abort(code_of(error), str(error))
+
+    def _note_forbidden(self, error: KvpoolError, call: str, context: grpc.ServicerContext) -> None:
+        """A caller that spoke for a node that it is not is counted, and stands in the audit trail."""
+        if isinstance(error, ForbiddenError):
+            self.refused_callers += 1
+            self._audit.refused(principal_of(context), call, error)
 
     def _serve(
         self, request_iterator: Iterator[membership_pb2.FromNode], context: grpc.ServicerContext
@@ -88,7 +103,11 @@ class MembershipServicer(membership_pb2_grpc.MembershipServicer):
         written = list(zip(split_hashes(request.hashes), *columns, strict=True))
         node_id = self._service.node_of(request.session)
         if node_id is not None:
-            require_node(principal_of(context), node_id)
+            try:
+                require_node(principal_of(context), node_id)
+            except ForbiddenError as error:
+                self._note_forbidden(error, "Commit", context)
+                raise
         statuses = self._service.commit(request.session, request.segment_id, request.reservation, written)
         return membership_pb2.CommitResponse(statuses=bytes(statuses))
 

@@ -29,7 +29,7 @@ from kvpool.ops.logging import get_logger
 from kvpool.ops.metrics import latencies
 from kvpool.ops.metrics.declared import META
 from kvpool.ops.metrics.exposition import new_registry
-from kvpool.ops.settings import MetaSettings, TlsSettings
+from kvpool.ops.settings import MetaSettings, TlsSettings, is_loopback
 from kvpool.ops.tracing import open_tracer
 from kvpool.ops.version import __version__
 from kvpool.transport.wire.server import FramedServer, Identity
@@ -97,7 +97,7 @@ class MetaServer:
         )
         pages = role_pages(new_registry(META, metrics.fill), self._is_alive, self._unready)
         self._http = HttpServer(pages | self._people_pages(), pages_guard(self._authenticator, settings))
-        self._membership = MembershipServicer(self.service)
+        self._membership = MembershipServicer(self.service, self._audit)
         self._grpc: GrpcServer | None = None
         self._stopping = threading.Event()
         self._is_ready = threading.Event()
@@ -184,6 +184,8 @@ class MetaServer:
     def _people_pages(self) -> Pages:
         if not isinstance(self.service, MetaService):
             return no_pages("meta.state is set, and the page shows a directory in the service's own memory")
+        if self._authenticator is not None and not is_loopback(self.settings.http_listen) and self.settings.insecure:
+            return no_pages("meta.insecure lets anybody ask here, and the page names the blocks of all tenants")
         about = {"version": __version__, "security": self.security}
         return people_pages(PageState(self.service, about, time.monotonic))
 
@@ -215,7 +217,9 @@ class MetaServer:
             "refused_nodes": self._membership.nodes.refused,
             "refused_calls": self._grpc.calls.refused if self._grpc is not None else 0,
             "refused_connections": self._framed.refused_connections,
-            "refused_callers": self._framed.refused_callers + (self._grpc.refused_callers if self._grpc else 0),
+            "refused_callers": self._framed.refused_callers
+            + self._membership.refused_callers
+            + (self._grpc.refused_callers if self._grpc else 0),
         }
 
     def _is_alive(self) -> bool:

@@ -12,19 +12,19 @@ from kvpool.core.access import require_tenant
 from kvpool.core.directory import NamespaceUsage
 from kvpool.core.errors import ForbiddenError
 from kvpool.core.keys import count_hashes, split_hashes
-from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, NO_NUMBER, RESERVE_BLOCKS_MAX
-from kvpool.core.members import Scrub
+from kvpool.core.limits import EXPLAIN_BLOCKS_MAX, RESERVE_BLOCKS_MAX
 from kvpool.core.namespace import parse_namespace
 from kvpool.meta.explaining import BlockExplained, explain_blocks, find_target
 from kvpool.meta.looking import block_message, find_block, namespace_usage
 from kvpool.meta.moving import DrainProgress
+from kvpool.meta.node_messages import nodes_message, topology_message
 from kvpool.meta.quotas import limits_named, tenant_message
 from kvpool.meta.serving import Serving
 from kvpool.meta.using import Uses
 from kvpool.ops.audit import Audit, shown_block
 from kvpool.ops.identity import principal_of
-from kvpool.transport.wire.messages import Topology, unpack
-from kvpool.v1 import admin_pb2, admin_pb2_grpc, common_pb2, directory_pb2, directory_pb2_grpc
+from kvpool.transport.wire.messages import unpack
+from kvpool.v1 import admin_pb2, admin_pb2_grpc, directory_pb2, directory_pb2_grpc
 
 
 class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
@@ -51,7 +51,7 @@ class DirectoryServicer(directory_pb2_grpc.DirectoryServicer):
             incarnation=self._service.incarnation,
             version=self._version,
             framed=self._framed,
-            topology=topology_message(self._service),
+            topology=nodes_message(self._service),
             tenant=principal_of(context).tenant or "",
         )
 
@@ -192,12 +192,13 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.GetStatusResponse:
         status, tenant = self._service.status(), principal_of(context).tenant
         misses = self._service.ask(lambda directory, _: directory.lookup_stats().misses)
+        shared = status.state if tenant is None else None
         return admin_pb2.GetStatusResponse(
             incarnation=status.incarnation,
             version=self._version,
             security=self._security,
             events=self._events,
-            topology=topology_message(self._service),
+            topology=topology_message(status, whole=tenant is None),
             namespaces=[
                 _namespace(usage)
                 for usage in namespace_usage(self._service)
@@ -205,10 +206,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             ],
             # Counts are of all tenants' blocks and calls together: what moves them says what others do.
             counters=dataclasses.asdict(status.stats) | self._refusals() if tenant is None else {},
-            state=None if status.state is None else admin_pb2.SharedState(**dataclasses.asdict(status.state.health)),
+            state=None if shared is None else admin_pb2.SharedState(**dataclasses.asdict(shared.health)),
             servers=[
-                admin_pb2.Server(**msgspec.structs.asdict(server))
-                for server in (status.state.servers if status.state is not None else ())
+                admin_pb2.Server(**msgspec.structs.asdict(server)) for server in (shared.servers if shared else ())
             ],
             recovery=admin_pb2.Recovery(
                 active=status.recovery.active,
@@ -275,8 +275,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._audit.record(action, principal_of(context), **shown)
 
     def Drain(self, request: admin_pb2.DrainNodeRequest, context: grpc.ServicerContext) -> admin_pb2.DrainStatus:
+        progress = self._service.mover.drain(request.node_id, request.timeout_ms / 1000, stay=request.stay)
         self._audit.record("drain", principal_of(context), node=request.node_id, stay=request.stay)
-        return _drain_status(self._service.mover.drain(request.node_id, request.timeout_ms / 1000, stay=request.stay))
+        return _drain_status(progress)
 
     def GetDrain(self, request: admin_pb2.GetDrainRequest, context: grpc.ServicerContext) -> admin_pb2.DrainStatus:
         return _drain_status(self._service.mover.progress(request.node_id))
@@ -284,8 +285,9 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     def CancelDrain(
         self, request: admin_pb2.CancelDrainRequest, context: grpc.ServicerContext
     ) -> admin_pb2.DrainStatus:
+        progress = self._service.mover.cancel(request.node_id)
         self._audit.record("drain_cancelled", principal_of(context), node=request.node_id)
-        return _drain_status(self._service.mover.cancel(request.node_id))
+        return _drain_status(progress)
 
     def SetQuota(self, request: admin_pb2.SetQuotaRequest, context: grpc.ServicerContext) -> admin_pb2.TenantStatus:
         limits = limits_named(request)
@@ -342,46 +344,3 @@ def _explanation(block: BlockExplained) -> admin_pb2.BlockExplanation:
         missing_reason=why.missing_reason or "",
         elsewhere=[admin_pb2.Elsewhere(namespace=n, differences=fields) for n, fields in block.elsewhere],
     )
-
-
-def topology_message(service: Serving) -> common_pb2.Topology:
-    """The nodes with their use, as gRPC tells it."""
-    status = service.status()
-    topology: Topology = status.topology
-    nodes = []
-    for node in topology.nodes:
-        segments = [
-            common_pb2.Segment(
-                number=segment.number,
-                segment_id=segment.segment_id,
-                medium=segment.medium,
-                capacity_bytes=segment.capacity_bytes,
-                used_bytes=status.used.get(segment.number, (0, 0))[0],
-                blocks=status.used.get(segment.number, (0, 0))[1],
-            )
-            for segment in node.segments
-        ]
-        segments += [
-            common_pb2.Segment(
-                number=NO_NUMBER,
-                segment_id=segment.segment_id,
-                medium=segment.medium,
-                capacity_bytes=segment.capacity_bytes,
-                off=segment.off,
-            )
-            for segment in status.off.get(node.node_id, ())
-        ]
-        nodes.append(
-            common_pb2.Node(
-                node_id=node.node_id,
-                incarnation=node.incarnation,
-                state=node.state,
-                endpoints=node.endpoints,
-                segments=segments,
-                scrub=common_pb2.Scrub(**dataclasses.asdict(status.scrubs.get(node.node_id, Scrub()))),
-                fetched_bytes=status.fetched_bytes.get(node.node_id),
-                moved_bytes=status.moved_bytes.get(node.node_id),
-                version=status.versions.get(node.node_id, ""),
-            )
-        )
-    return common_pb2.Topology(version=topology.version, nodes=nodes)

@@ -1,7 +1,7 @@
 """What callers use, for the audit trail: blocks located and reserved, with their bytes, in sums for each caller."""
 
 from kvpool.core.directory import Want
-from kvpool.core.errors import UnknownNamespaceError
+from kvpool.core.errors import KvpoolError
 from kvpool.core.principals import Principal
 from kvpool.meta.serving import Serving
 from kvpool.ops.audit import Audit
@@ -43,7 +43,7 @@ class Uses:
         if known is None:
             try:
                 namespace = self._service.namespace(namespace_id)
-            except UnknownNamespaceError:
+            except KvpoolError:  # forgotten meanwhile, or the shared state is away
                 return 0
             known = self._block_bytes[namespace_id] = namespace.block_bytes * namespace.shards
         return known

@@ -280,7 +280,12 @@ class NodeServer:
 
     def _register(self, server: grpc.Server) -> None:
         servicer = StoreNodeServicer(
-            self.store, self._describe, lambda: self._framed.connections, self._refusals, self._drain_control
+            self.store,
+            self._describe,
+            lambda: self._framed.connections,
+            self._refusals,
+            self._drain_control,
+            self._audit,
         )
         store_node_pb2_grpc.add_StoreNodeServicer_to_server(servicer, server)
 

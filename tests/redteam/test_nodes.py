@@ -8,11 +8,13 @@ import pytest
 
 import kvpool
 from kvpool.core.identities import META
+from kvpool.core.principals import Principal, Role, anyone
 from kvpool.embedded import EmbeddedPool
+from kvpool.node.servicer import owner_of
 from kvpool.ops.channels import Channels
 from kvpool.ops.settings import MetaSettings, NodeSettings
 from kvpool.transport.wire.connection import Connection
-from kvpool.transport.wire.messages import CommitRequest, Done, GoneRequest, Statuses
+from kvpool.transport.wire.messages import PROTOCOL_VERSION, CommitRequest, Done, GoneRequest, Statuses
 from kvpool.v1 import membership_pb2, membership_pb2_grpc
 from tests.integration.conftest import blank, open_blocks, random_blocks, random_chain
 from tests.pki import LONG_S, Pki
@@ -115,3 +117,26 @@ def test_only_a_node_commits_its_blocks(embedded, pki, member, name):
         channels.close()
     assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
     assert re.search(FOR_A_NODE, refused.value.details())
+
+
+def test_who_claims_another_nodes_name_is_counted(embedded, pki):
+    channels = Channels(embedded.meta.grpc_address, pki.credentials("node-n1").toward(META))
+    before = embedded.meta._refusals()["refused_callers"]
+    hello = membership_pb2.FromNode(hello=membership_pb2.NodeHello(node_id="n0", protocol=PROTOCOL_VERSION))
+    try:
+        stub = membership_pb2_grpc.MembershipStub(channels.current())
+        with pytest.raises(grpc.RpcError) as refused:
+            next(stub.Control(iter([hello]), timeout=LONG_S))
+    finally:
+        channels.close()
+
+    assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert embedded.meta._refusals()["refused_callers"] == before + 1
+
+
+def test_what_one_tenant_prepares_over_grpc_no_other_ends_by_its_number():
+    callers = [Principal(n, frozenset({Role.CLIENT}), t) for n, t in (("e", "acme"), ("e", "rival"), ("f", "acme"))]
+
+    assert len({owner_of(caller, 7) for caller in callers}) == 3
+    assert owner_of(callers[0], 7) == owner_of(callers[0], 7) != owner_of(callers[0], 8)
+    assert owner_of(anyone("here"), 7) == owner_of(anyone("there"), 7)  # nobody is told from anybody

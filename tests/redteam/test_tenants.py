@@ -153,6 +153,7 @@ def grpc_requests(namespace, theirs):
         "Reserve": directory_pb2.ReserveRequest(namespace=namespace, hashes=hashes),
         "ReportBad": directory_pb2.ReportBadRequest(namespace=namespace, hash=block, **place),
         "Explain": admin_pb2.ExplainRequest(namespace=namespace, hashes=hashes),
+        "GetBlock": admin_pb2.GetBlockRequest(namespace=namespace, hash=block),
         "Pin": admin_pb2.PinRequest(namespace=namespace, hash=block),
         "Unpin": admin_pb2.UnpinRequest(namespace=namespace, hash=block),
     }

@@ -42,3 +42,5 @@ def test_a_status_says_where_events_are_and_whether_followers_keep_up():
 
     assert _events(pool("tls")) == []
     assert _events(publishing) == ["events at tcp://10.0.0.1:7305: 2 subscribers, 1,234 messages, 5 drops, 0 lost"]
+    to_a_tenant = replace(publishing, counters={})
+    assert _events(to_a_tenant) == ["events at tcp://10.0.0.1:7305"]

@@ -14,9 +14,11 @@ from kvpool.core.members import MemberSegment
 from kvpool.core.namespace import Namespace
 from kvpool.meta.page import POLICY, STATE_PATH, people_pages
 from kvpool.meta.page_state import FRESH_S, NAME_CHARS_MAX, NAMESPACES_MAX, PageState
+from kvpool.meta.server import MetaServer
 from kvpool.meta.service import MetaService
 from kvpool.ops.http import HttpServer
-from kvpool.ops.settings import MetaSettings
+from kvpool.ops.settings import MetaSettings, TlsSettings
+from tests.pki import Pki
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028"
 
@@ -125,3 +127,18 @@ def test_names_and_namespaces_without_end_are_cut(service, state):
     assert (len(shown["namespaces"]), shown["namespaces_total"]) == (NAMESPACES_MAX, NAMESPACES_MAX + 5)
     assert {len(one["model"]) for one in shown["namespaces"]} == {NAME_CHARS_MAX}
     assert shown["traffic"]["namespaces"] == NAMESPACES_MAX + 5
+
+
+def test_beyond_loopback_it_is_not_shown_to_anybody_where_callers_are_told_apart(tmp_path):
+    """`meta.insecure` opens health and metrics to whoever asks; the page names what all tenants have."""
+    tls = TlsSettings(dir=Pki(tmp_path).folder)
+    settings = {"grpc_port": 0, "framed_port": 0, "http_port": 0}
+    server = MetaServer(MetaSettings(**settings, insecure=True, http_listen="0.0.0.0"), tls=tls)
+    server.start()
+    try:
+        port = server.http_address.rpartition(":")[2]
+        answers = {path: ask(f"127.0.0.1:{port}", path).status for path in ("/healthz", "/metrics", "/", STATE_PATH)}
+    finally:
+        server.stop()
+
+    assert answers == {"/healthz": 200, "/metrics": 200, "/": 501, STATE_PATH: 501}

@@ -175,12 +175,13 @@ class _Writer:
 
     def _count_refused(self, blocks: int) -> None:
         state, account = self.state, self.entry.account
-        state.counts["refused_blocks"] += blocks
         room_bytes = state.tenants.room_bytes(account.number)
         if not self.allowed:
             account.refused[WRITES] += blocks
         elif room_bytes is not None and room_bytes < self.entry.slot_bytes * self.entry.namespace.shards:
             account.refused[BYTES] += blocks
+        else:
+            state.counts["refused_blocks"] += blocks
 
     def _present(self, block_hash: bytes, above: bytes, block: int) -> int:
         """The row of a block that need not be written, or NIL."""

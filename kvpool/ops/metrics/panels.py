@@ -46,7 +46,7 @@ def _panel(question: Question, title: str, unit: str, *queries: tuple[str, str])
 
 
 _UP = (
-    _panel(Question.UP, "Nodes by state", "short", ("sum by (state) (kvpool_nodes)", "{{state}}")),
+    _panel(Question.UP, "Nodes by state", "short", ("max by (state) (kvpool_nodes)", "{{state}}")),
     _panel(Question.UP, "Ready", "short", ("kvpool_ready", "{{job}} {{instance}}")),
     _panel(
         Question.UP, "Silence of nodes, and recovery", "s",
@@ -81,7 +81,7 @@ _FULL = (
     ),
     _panel(
         Question.FULL, "Used by node", "bytes",
-        ("sum by (node, tier) (kvpool_segment_used_bytes)", "{{node}} {{tier}}"),
+        ("max by (node, tier) (kvpool_segment_used_bytes)", "{{node}} {{tier}}"),
     ),
     _panel(
         Question.FULL, "Blocks that left", "ops",
@@ -90,7 +90,7 @@ _FULL = (
     ),
     _panel(
         Question.FULL, "Held by leases", "bytes",
-        ("sum(kvpool_leased_bytes)", "leased"), ("sum(kvpool_surplus_bytes)", "further copies"),
+        ("max(kvpool_leased_bytes)", "leased"), ("max(kvpool_surplus_bytes)", "further copies"),
     ),
     _panel(
         Question.FULL, "Used by tenant, of what its share comes to", "percentunit",

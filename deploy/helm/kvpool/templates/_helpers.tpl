@@ -37,7 +37,7 @@ grpc://{{ include "kvpool.host" . }}:7300
 {{- define "kvpool.settings" -}}
 {{- $role := index . 0 -}}
 {{- range $key, $value := index . 1 }}
-- {name: KVPOOL_{{ $role }}__{{ upper $key }}, value: {{ $value | toString | quote }}}
+- {name: KVPOOL_{{ $role }}__{{ upper $key }}, value: {{ (kindIs "string" $value) | ternary $value (toJson $value) | quote }}}
 {{- end }}
 {{- end -}}
 
